@@ -1,7 +1,7 @@
 """How fast is each tier of the C++ kernels, beside torch's operators and llama.cpp for the same instructions?
 
     python benchmarks/cpu_tiers.py [--parts generate rows] [--llama avx2=FOLDER native=FOLDER] [--wheel FOLDER]
-        [--threads 2] [--repeats 4] [--output FILE]
+        [--tiers avx2 bf16] [--threads 2] [--repeats 4] [--output FILE]
 
 A part that is not asked for stays in the file as an earlier run left it.
 
@@ -75,10 +75,11 @@ def surroundings(tier: str) -> dict[str, str]:
     return {tiers.VARIABLE: tier, **(AVX2_ALONE if limited else {})}
 
 
-def contenders(llamas: dict[str, str], wheel: Path | None, empty: str) -> dict[str, tuple[str, dict[str, str]]]:
+def contenders(options, empty: str) -> dict[str, tuple[str, dict[str, str]]]:
     """name -> (way of cpu_generate.py, variables of its process). empty: a folder without compiled kernels."""
+    wheel, llamas = options.wheel, options.llama
     found = {"torch, AVX2": (SAVED, {tiers.VARIABLE: "torch", **AVX2_ALONE})}
-    found |= {name: (SAVED, surroundings(name)) for name in tiers.present()}
+    found |= {name: (SAVED, surroundings(name)) for name in ("torch", *options.tiers)}
     if wheel:
         found[WITHOUT[0]] = SAVED, NO_COMPILER | {"HF_HOME": empty}
         found[WITHOUT[1]] = SAVED, NO_COMPILER | {"HF_HOME": empty, "PYTHONPATH": str(wheel.resolve())}
@@ -95,7 +96,7 @@ def generate(options) -> list[dict]:
             if "failed" in answer:
                 raise RuntimeError(answer["failed"])
         quantizing.close()
-        for name, (way, variables) in contenders(options.llama, options.wheel, f"{temporary}/empty").items():
+        for name, (way, variables) in contenders(options, f"{temporary}/empty").items():
             where = folder if way == "llama.cpp" else f"{temporary}/smollm2-int4"
             worker = Worker(way, where, options.threads, **variables)
             loading = worker.read()
@@ -140,11 +141,10 @@ def using(tier: str):
     os.environ[tiers.VARIABLE] = before
 
 
-def one_row(names: list[str], threads: int) -> list[dict]:
-    """Rows of the tiers `names` beside torch's operators, in this process."""
+def one_row(names: list[str], threads: int, bandwidth: float) -> list[dict]:
+    """Rows of the tiers `names` beside torch's operators, in this process. bandwidth: GB/s that can be read."""
     torch.set_num_threads(threads)
-    names = ["torch", *names]
-    found, bandwidth = [], harness.read_bandwidth(10)
+    names, found = ["torch", *names], []
     for kernel, (own, theirs) in KERNELS.items():
         for n, k in SHAPES:
             calls = {}
@@ -197,15 +197,19 @@ def timed(case: str, calls: dict, size: float, bandwidth: float) -> list[dict]:
 
 def rows_of_all(options) -> list[dict]:
     """`one_row` in a process for tiers with AVX-512 and one for those without."""
+    torch.set_num_threads(options.threads)
+    bandwidth = harness.read_bandwidth(20)  # by all instructions of the CPU: with AVX2 alone torch's sum reads less
     groups, found = {"AVX2": [], "all": []}, []  # by the instructions that torch uses
-    for name in tiers.present()[1:]:
+    for name in options.tiers:
         groups["AVX2" if AVX2_ALONE.items() <= surroundings(name).items() else "all"].append(name)
     for instructions, group in groups.items():
         if group:
             command = [sys.executable, __file__, "--of", *group, "--threads", str(options.threads)]
+            command += ["--bandwidth", str(bandwidth)]
             variables = {**os.environ, "OMP_NUM_THREADS": str(options.threads), **surroundings(group[0])}
             done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=True)
             found += [{"torch_uses": instructions} | row for row in json.loads(done.stdout)]
+    print(f"read bandwidth: {bandwidth:.1f} GB/s", file=sys.stderr)
     return found
 
 
@@ -244,12 +248,14 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=("generate", "rows"), default=("generate", "rows"))
     parser.add_argument("--llama", nargs="+", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--wheel", type=Path, metavar="FOLDER")
+    parser.add_argument("--tiers", nargs="+", choices=tiers.present()[1:], default=tiers.present()[1:])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--of", nargs="+", help="internal: these tiers, in this process")
+    parser.add_argument("--bandwidth", type=float, help="internal: GB/s at which memory is read")
     options = parser.parse_args()
     if options.of:
-        return print(json.dumps(one_row(options.of, options.threads)))
+        return print(json.dumps(one_row(options.of, options.threads, options.bandwidth)))
     options.llama = named_folders(options.llama)
     if options.wheel and not (options.wheel / "hf_efficient/kernels/native/prebuilt").is_dir():
         sys.exit(f"--wheel {options.wheel}: no prebuilt kernels in it; see --help")

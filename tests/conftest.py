@@ -17,6 +17,7 @@ import hf_efficient  # noqa: E402, F401
 from hf_efficient.kernels.native import compiler, tiers  # noqa: E402
 
 
+VARIANTS = ("avx_vnni", "vnni")  # have the kernels of "avx2" and "avx512", but for their products of whole numbers
 WHOLE_NUMBERS = {  # tests of products of whole numbers
     *("test_inputs_rounded_to_int8", "test_the_bits_of_torchs_operators", "test_ternary_weights_in_two_bits"),
     *("test_rows_have_the_same_bits_alone_and_with_any_number_of_threads", "test_inputs_at_the_limits"),
@@ -26,8 +27,7 @@ WHOLE_NUMBERS = {  # tests of products of whole numbers
 def pytest_collection_modifyitems(items):
     if asked := os.environ.get(tiers.VARIABLE):  # tests of other tiers say nothing about it
         items[:] = [item for item in items if _tier_of(item) in (None, asked)]
-    if "avx_vnni" not in tiers.present():  # it has the kernels of "avx2", but for their products of whole numbers
-        items[:] = [item for item in items if _tier_of(item) != "avx_vnni" or item.originalname in WHOLE_NUMBERS]
+    items[:] = [item for item in items if _tier_of(item) not in VARIANTS or item.originalname in WHOLE_NUMBERS]
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):  # `keywords` would hold the names of folders, too

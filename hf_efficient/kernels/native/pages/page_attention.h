@@ -107,17 +107,72 @@ template <class A> static INLINE void store_terms(const Floats *weights, int64_t
     }
 }
 
+// scores [row][block] of a tile's products <- weights of its tokens in the softmax; corrections: what earlier sums are
+// multiplied by. key_scales: of the products of each token, or null.
+static __attribute__((noinline)) void soften(const Biases &biases, const Visibility &sight, int64_t blocks,
+                                             int64_t start, const uint64_t *seen, const Floats *key_scales,
+                                             Floats (*scores)[TILE_BLOCKS], Softmax *softmax, float *corrections) {
+    const AttentionCall &call = biases.call;
+    for (int64_t m = 0; m < call.height(); m++) {
+        for (int64_t b = 0; b < blocks; b++) {
+            Floats score = scores[m][b];
+            if (key_scales) score *= key_scales[b];
+            score = biases.apply(score, sight, m, start + b * LANES);
+            scores[m][b] = blend(seen[m % call.width] >> (b * LANES), score, splat(-INFINITY));
+        }
+        corrections[m] = softmax[m].add(scores[m], blocks);
+    }
+}
+
+// sums [block of channels][row] <- their corrected values, and a tile's values times `scores`. value_scales: of tokens,
+// where scales are PER_TOKEN.
+template <class A>
+static __attribute__((noinline)) void add_values(const Tile &tile, Scales scales, float middle, const Pages &values,
+                                                 const ChannelBlocks &channels, int64_t rows,
+                                                 const Floats (*scores)[TILE_BLOCKS], Floats *value_scales,
+                                                 const float *corrections, typename A::Term *weights,
+                                                 const Floats *value_tile, Floats (*sums)[TILE_BLOCKS]) {
+    constexpr int TERMS = TILE_TOKENS / A::NUMBERS;  // of a tile's tokens
+    Floats value_middles[TILE_BLOCKS];
+    int64_t group = -1;
+    for (int64_t i = 0; i < channels.count; i++, sums += rows) {
+        const auto block = channels.block[i];
+        const bool is_new = block.group != group;
+        group = block.group;
+        if (scales == PER_GROUP && is_new) {
+            tile.scales(values.scale + group, values.groups, value_scales);
+            tile.scales(values.minimum + group, values.groups, value_middles);
+            for (int64_t b = 0; b < tile.blocks; b++) value_middles[b] += middle * value_scales[b];
+        }
+        for (int64_t m = 0; m < rows; m++) {
+            Floats scaled_weights[TILE_BLOCKS], shift = {};
+            for (int64_t b = 0; b < tile.blocks; b++) {
+                scaled_weights[b] = scales == NONE ? scores[m][b] : scores[m][b] * value_scales[b];
+                if (scales == PER_GROUP) shift += scores[m][b] * value_middles[b];
+            }
+            if (is_new) store_terms<A>(scaled_weights, tile.blocks, weights + m * TERMS);
+            const float constant = scales == PER_GROUP ? sum(shift) : 0;
+            if (scales != PER_GROUP && corrections[m] == 1) continue;
+            for (int64_t v = 0; v < block.width; v++) sums[m][v] = sums[m][v] * corrections[m] + constant;
+        }
+        const int64_t steps = ceil_div(tile.count, A::NUMBERS);
+        tile_rows(block.width, rows, weights, TERMS, value_tile + block.first * steps, steps, false,
+                  rows >= LEAST_AMX_ROWS, sums);
+    }
+}
+
 // Attends over a span, tile by tile, for `heads` key heads from `first_head` on, whose keys lie side by side. results:
 // one for each head. A: the arithmetic. F: the format of the pages or of the ring.
 template <class A, class F>
-static void attend_span(const AttentionCall &call, const F &key_format, const F &value_format, const Span &span,
-                        int64_t first_head, int64_t heads, Prefetch ahead, const Partial *results) {
+static void attend_span(const AttentionCall &call, const Span &span, int64_t first_head, int64_t heads, Prefetch ahead,
+                        const Partial *results) {
     typedef typename A::Term Term;
     constexpr int TERMS = TILE_TOKENS / A::NUMBERS;  // of a tile's tokens
     const Source source = {call, span.sequence, span.in_ring};
     const Pages &keys = source.keys(), &values = source.values();
     const Visibility sight(call, span.sequence);
     const ChannelBlocks channels(values);
+    const F key_format(keys.dim), value_format(values.dim);
     const int64_t rows = call.height(), width = call.width, ld = ceil_div(keys.dim, CHUNK) * CHUNK / A::NUMBERS;
 
     static thread_local Buffer buffers[7];
@@ -173,7 +228,7 @@ static void attend_span(const AttentionCall &call, const F &key_format, const F 
                         for (int64_t b = block; b < last; b++) scores[m][b] += offsets[m];
                 ahead.some(ceil_div(share * (last - block), tile.blocks));
             }
-            Floats key_scales[TILE_BLOCKS], value_scales[TILE_BLOCKS], value_middles[TILE_BLOCKS];
+            Floats key_scales[TILE_BLOCKS], value_scales[TILE_BLOCKS];
             if constexpr (F::SCALES == PER_TOKEN) {
                 tile.scales(keys.scale, 1, key_scales);
                 tile.scales(values.scale, 1, value_scales);
@@ -182,42 +237,11 @@ static void attend_span(const AttentionCall &call, const F &key_format, const F 
             load_values<A>(tile, value_format, values, channels, value_tile);
             ahead.some(share);
 
-            for (int64_t m = 0; m < rows; m++) {
-                for (int64_t b = 0; b < tile.blocks; b++) {
-                    Floats score = scores[m][b];
-                    if (F::SCALES == PER_TOKEN) score *= key_scales[b];
-                    score = biases.apply(score, sight, m, start + b * LANES);
-                    scores[m][b] = blend(seen[m % width] >> (b * LANES), score, splat(-INFINITY));
-                }
-                corrections[m] = result.softmax[m].add(scores[m], tile.blocks);
-            }
+            const Floats *of_keys = F::SCALES == PER_TOKEN ? key_scales : nullptr;
+            soften(biases, sight, tile.blocks, start, seen, of_keys, scores, result.softmax, corrections);
 
-            int64_t group = -1;
-            Floats(*sums)[TILE_BLOCKS] = result.sums;
-            for (int64_t i = 0; i < channels.count; i++, sums += rows) {
-                const auto block = channels.block[i];
-                const bool is_new = block.group != group;
-                group = block.group;
-                if (F::SCALES == PER_GROUP && is_new) {
-                    tile.scales(values.scale + group, values.groups, value_scales);
-                    tile.scales(values.minimum + group, values.groups, value_middles);
-                    for (int64_t b = 0; b < tile.blocks; b++) value_middles[b] += F::MIDDLE * value_scales[b];
-                }
-                for (int64_t m = 0; m < rows; m++) {
-                    Floats scaled_weights[TILE_BLOCKS], shift = {};
-                    for (int64_t b = 0; b < tile.blocks; b++) {
-                        scaled_weights[b] = F::SCALES == NONE ? scores[m][b] : scores[m][b] * value_scales[b];
-                        if (F::SCALES == PER_GROUP) shift += scores[m][b] * value_middles[b];
-                    }
-                    if (is_new) store_terms<A>(scaled_weights, tile.blocks, weights + m * TERMS);
-                    const float constant = F::SCALES == PER_GROUP ? sum(shift) : 0;
-                    if (F::SCALES != PER_GROUP && corrections[m] == 1) continue;
-                    for (int64_t v = 0; v < block.width; v++) sums[m][v] = sums[m][v] * corrections[m] + constant;
-                }
-                const int64_t steps = ceil_div(tile.count, A::NUMBERS);
-                tile_rows(block.width, rows, weights, TERMS, value_tile + block.first * steps, steps, false,
-                          rows >= LEAST_AMX_ROWS, sums);
-            }
+            add_values<A>(tile, F::SCALES, F::MIDDLE, values, channels, rows, scores, value_scales, corrections,
+                          weights, value_tile, result.sums);
         }
     }
 }

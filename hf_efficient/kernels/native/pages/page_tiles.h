@@ -83,6 +83,18 @@ struct Prefetch {
     }
 };
 
+// to[i * distance] <- column i. Compiled once for all formats where the square fills more than the registers.
+#if defined(__AVX512BW__)
+static INLINE
+#else
+static __attribute__((noinline))
+#endif
+void store_transposed(Words (&square)[LANES], Floats *to, int64_t distance) {
+    transpose(square);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) to[i * distance] = (Floats)square[i];
+}
+
 // out[term of channels][block] <- keys of blocks [first, end), a term of 16 tokens to a vector
 template <class A, class F>
 static void load_keys(const Tile &tile, int64_t first, int64_t end, const F &format, const Pages &pages, Floats *out) {
@@ -97,10 +109,8 @@ static void load_keys(const Tile &tile, int64_t first, int64_t end, const F &for
             }
 #pragma GCC unroll 2
             for (int v = 0; v < A::VECTORS; v++) {
-                transpose(terms[v]);
                 Floats *to = out + (chunk * A::VECTORS + v) * LANES * (end - first) + b - first;
-#pragma GCC unroll 16
-                for (int i = 0; i < LANES; i++) to[i * (end - first)] = (Floats)terms[v][i];
+                store_transposed(terms[v], to, end - first);
             }
         }
 }

@@ -89,13 +89,20 @@ static void combine(const AttentionCall &call, const Schedule &schedule, const R
     }
 }
 
-// A: the arithmetic. F: the format of the pages. R: the format of the rings and of the queries.
-template <class A, class F, class R> static void attend(const AttentionCall &call) {
-    const F keys(call.k_cache.dim), values(call.v_cache.dim);
-    const R ring_keys(call.k_cache.dim), ring_values(call.v_cache.dim);
+// How a format is read: bytes of a token and head, and `attend_span` of the format.
+struct Reader {
+    int64_t key_bytes, value_bytes;
+    void (*attend_span)(const AttentionCall &, const Span &, int64_t, int64_t, Prefetch, const Partial *);
+};
+
+template <class A, class F> static Reader reader(const AttentionCall &call) {  // A: the arithmetic
+    return {F(call.k_cache.dim).bytes, F(call.v_cache.dim).bytes, attend_span<A, F>};
+}
+
+static void attend(const AttentionCall &call, const Reader &pages, const Reader &rings) {
     const ChannelBlocks channels(call.v_cache);
     const int64_t rows = call.height(), of_unit = channels.count * rows;
-    const int64_t token_bytes = call.heads * (keys.bytes + values.bytes);
+    const int64_t token_bytes = call.heads * (pages.key_bytes + pages.value_bytes);
     const int64_t cached = SPAN_BYTES / token_bytes / TILE_TOKENS * TILE_TOKENS;
     int64_t longest = std::max<int64_t>(TILE_TOKENS, std::min<int64_t>(SPAN, cached)), total = 0;
     for (int64_t sequence = 0; sequence < call.batch; sequence++) total += call.length(sequence);
@@ -117,10 +124,8 @@ template <class A, class F, class R> static void attend(const AttentionCall &cal
         }
     parallel(units, [&](int64_t unit, int64_t end) {
         auto stretch = [&](const Span &span, int64_t begin, int64_t end) -> Stretch {
-            const bool r = span.in_ring;
-            const int64_t key_bytes = r ? ring_keys.bytes : keys.bytes;
-            const int64_t value_bytes = r ? ring_values.bytes : values.bytes;
-            return {&call, span.sequence, r, begin, std::min(end, span.end), key_bytes, value_bytes};
+            const Reader &by = span.in_ring ? rings : pages;
+            return {&call, span.sequence, span.in_ring, begin, std::min(end, span.end), by.key_bytes, by.value_bytes};
         };
         std::vector<Partial> parts(at_once);
         // heads of one span follow each other because they share cache lines
@@ -135,8 +140,7 @@ template <class A, class F, class R> static void attend(const AttentionCall &cal
                 ahead.stretches[1] = stretch(next, next.begin, next.begin + TILE_TOKENS);
             }
             for (int64_t h = 0; h < at_once; h++) parts[h] = results.of(unit / groups * call.heads + head + h);
-            if (span.in_ring) attend_span<A>(call, ring_keys, ring_values, span, head, at_once, ahead, parts.data());
-            else attend_span<A>(call, keys, values, span, head, at_once, ahead, parts.data());
+            (span.in_ring ? rings : pages).attend_span(call, span, head, at_once, ahead, parts.data());
             for (int64_t h = head; h < head + at_once; h++)
                 if (--spans_left[span.sequence * call.heads + h] == 0)
                     combine(call, schedule, results, channels, span.sequence, h);
@@ -144,13 +148,15 @@ template <class A, class F, class R> static void attend(const AttentionCall &cal
     });
 }
 
+// R: the format of the rings, and of pages that are not quantized.
 template <class A, class R> static void attend(const AttentionCall &call) {
+    const Reader rings = reader<A, R>(call);
     switch (call.page_type) {
-        case INT8: return attend<A, Int8Pages, R>(call);
-        case FP8: return attend<A, Fp8Pages, R>(call);
-        case INT4: return attend<A, PackedPages<4>, R>(call);
-        case INT2: return attend<A, PackedPages<2>, R>(call);
-        default: return attend<A, R, R>(call);
+        case INT8: return attend(call, reader<A, Int8Pages>(call), rings);
+        case FP8: return attend(call, reader<A, Fp8Pages>(call), rings);
+        case INT4: return attend(call, reader<A, PackedPages<4>>(call), rings);
+        case INT2: return attend(call, reader<A, PackedPages<2>>(call), rings);
+        default: return attend(call, rings, rings);
     }
 }
 
