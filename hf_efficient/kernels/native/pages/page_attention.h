@@ -109,9 +109,9 @@ template <class A> static INLINE void store_terms(const Floats *weights, int64_t
 
 // scores [row][block] of a tile's products <- weights of its tokens in the softmax; corrections: what earlier sums are
 // multiplied by. key_scales: of the products of each token, or null.
-static __attribute__((noinline)) void soften(const Biases &biases, const Visibility &sight, int64_t blocks,
-                                             int64_t start, const uint64_t *seen, const Floats *key_scales,
-                                             Floats (*scores)[TILE_BLOCKS], Softmax *softmax, float *corrections) {
+static SHARED void soften(const Biases &biases, const Visibility &sight, int64_t blocks, int64_t start,
+                          const uint64_t *seen, const Floats *key_scales, Floats (*scores)[TILE_BLOCKS],
+                          Softmax *softmax, float *corrections) {
     const AttentionCall &call = biases.call;
     for (int64_t m = 0; m < call.height(); m++) {
         for (int64_t b = 0; b < blocks; b++) {
@@ -127,11 +127,10 @@ static __attribute__((noinline)) void soften(const Biases &biases, const Visibil
 // sums [block of channels][row] <- their corrected values, and a tile's values times `scores`. value_scales: of tokens,
 // where scales are PER_TOKEN.
 template <class A>
-static __attribute__((noinline)) void add_values(const Tile &tile, Scales scales, float middle, const Pages &values,
-                                                 const ChannelBlocks &channels, int64_t rows,
-                                                 const Floats (*scores)[TILE_BLOCKS], Floats *value_scales,
-                                                 const float *corrections, typename A::Term *weights,
-                                                 const Floats *value_tile, Floats (*sums)[TILE_BLOCKS]) {
+static SHARED void add_values(const Tile &tile, Scales scales, float middle, const Pages &values,
+                              const ChannelBlocks &channels, int64_t rows, const Floats (*scores)[TILE_BLOCKS],
+                              Floats *value_scales, const float *corrections, typename A::Term *weights,
+                              const Floats *value_tile, Floats (*sums)[TILE_BLOCKS]) {
     constexpr int TERMS = TILE_TOKENS / A::NUMBERS;  // of a tile's tokens
     Floats value_middles[TILE_BLOCKS];
     int64_t group = -1;
