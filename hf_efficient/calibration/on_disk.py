@@ -64,7 +64,7 @@ class OnDisk(InMemory):
 
     @property
     def device(self) -> torch.device:
-        return torch.accelerator.current_accelerator() or torch.device("cpu")
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
     @contextmanager
     def running(self):

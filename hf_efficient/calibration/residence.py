@@ -41,7 +41,7 @@ class InMemory:
     @property
     def device(self) -> torch.device:
         """Where blocks are computed by default."""
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         return self.model.device if accelerator is None else accelerator
 
     @contextmanager

@@ -9,6 +9,7 @@ from helpers import assert_close, tiny_model
 from sample_blocks import state_of
 from test_calibration_blocks import own_hidden_states, t5, targets_of
 
+from hf_efficient.calibration.residence import InMemory
 from hf_efficient.calibration.run import calibrate
 from hf_efficient.configs import CalibrationConfig, WeightOnlyConfig
 from hf_efficient.formats.transformed import TransformedFormat
@@ -196,3 +197,11 @@ def test_modules_that_are_not_there_or_never_called(method, llama):
         llama.spare = torch.nn.Linear(64, 64)
     with pytest.raises(ValueError, match=r"2 are offloaded, for example \['spare.weight'"):
         calibrate(llama, configs_of(llama), config(), None)
+
+
+def test_blocks_stay_where_the_model_is_if_torchs_build_for_cuda_finds_no_gpu(monkeypatch):
+    def current_accelerator(check_available=False):
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    assert InMemory(tiny_model("llama")).device == torch.device("cpu")
