@@ -151,7 +151,11 @@ KV = torch.zeros(2, 5, 2, 16)
         ({"s_aux": torch.zeros(2)}, ValueError, r"floating point tensor \[4\]"),
         ({"alibi_slopes": torch.zeros(3, 4)}, ValueError, r"alibi_slopes .* float32 tensor \[4\] or \[2, 4\]"),
         ({"alibi_slopes": torch.zeros(4).half()}, ValueError, "alibi_slopes is torch.float16"),
-        ({"q": Q.clone().requires_grad_()}, RuntimeError, 'no backward pass.*attn_implementation="sdpa"'),
+        (
+            {"q": Q.clone().requires_grad_()},
+            RuntimeError,
+            'which these functions do not record.*attn_implementation="flash_paged"',
+        ),
     ],
 )
 def test_bad_inputs(anywhere, change, error, message):
