@@ -55,6 +55,13 @@ DECODERS = {
     "ours int4": "**hf_efficient**, int4",
     "ours int4, int8 head": "**hf_efficient**, int4, output head in int8",
 }
+TIERS = {  # contender in cpu_tiers.json -> what a reader calls it
+    "torch, AVX2": "`torch`, on a CPU with AVX2 alone",
+    "no compiler": "no compiler: torch's operators",
+    "no compiler, wheel": "no compiler, kernels from the wheel",
+    "llama.cpp, avx2": "llama.cpp built for AVX2",
+    "llama.cpp, native": "llama.cpp built for this CPU",
+}
 # points of the chart: name in cpu_generate.json, name in quality.json or of a peer, label, offset of the label, ours?
 POINTS = (
     ("stock bf16", "bf16", "transformers bf16", (-8, 9), False),
@@ -135,6 +142,29 @@ def decode() -> str:
         rows.append([label, *("" if x is None else f"{x:,.0f}" if x >= 100 else f"{x:.1f}" for x in found)])
     header = "tokens/s | decode, one prompt | decode, batch of 8 | decode after 1,024 tokens | prompt of 512 tokens"
     return markdown(header, "lrrrr", rows)
+
+
+def tiers() -> str:
+    """generate() in each tier of the C++ kernels, beside llama.cpp."""
+    rows = []
+    for row in load("cpu_tiers")["generate"]:
+        decoded, first = row["decode_tokens_per_s"]["median"], row["time_to_first_token_s"]["median"]
+        rows.append([TIERS.get(row["contender"], f"`{row['contender']}`"), f"{decoded:.0f}", f"{512 / first:,.0f}"])
+    return markdown("tokens/s, int4 | decode | prompt of 512 tokens", "lrr", rows)
+
+
+def tier_rows() -> str:
+    """Products of one row in the tier avx2, beside torch's operators."""
+    found = [row for row in load("cpu_tiers")["rows"] if row["torch_uses"] == "AVX2"]
+    rows = []
+    for row in found:
+        if row["tier"] == "avx2":
+            other = next(other for other in found if other["case"] == row["case"] and other["tier"] == "torch")
+            shares = [f"{100 * each['of_read_bandwidth']:.0f} %" for each in (other, row)]
+            times = [f"{each['us']['median']:,.0f}" for each in (other, row)]
+            rows.append([row["case"].replace(" x ", " × "), *times, f"{row['times_torch']:.1f}", *shares])
+    header = "µs | torch | `avx2` | times as fast | bandwidth, torch | bandwidth, `avx2`"
+    return markdown(header, "lrrrrr", rows)
 
 
 def cache() -> str:
@@ -235,6 +265,8 @@ def import_time() -> str:
 FIGURES = {
     "choose": choose,
     "decode": decode,
+    "tiers": tiers,
+    "tier_rows": tier_rows,
     "cache": cache,
     "prompts": prompts,
     "learning": learning,
