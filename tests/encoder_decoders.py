@@ -19,6 +19,9 @@ _TEXT = dict(max_position_embeddings=64, forced_eos_token_id=None)
 MODELS = {
     "t5": ("T5ForConditionalGeneration", "T5Config", _T5),
     "bart": ("BartForConditionalGeneration", "BartConfig", {**_SIZES, **_TEXT}),
+    "mt5": ("MT5ForConditionalGeneration", "MT5Config", _T5),
+    "mbart": ("MBartForConditionalGeneration", "MBartConfig", {**_SIZES, **_TEXT}),
+    "pegasus": ("PegasusForConditionalGeneration", "PegasusConfig", {**_SIZES, **_TEXT}),
     "marian": ("MarianMTModel", "MarianConfig", {**_SIZES, **_TEXT}),
     "whisper": ("WhisperForConditionalGeneration", "WhisperConfig", {**_SIZES, **_WHISPER}),
 }

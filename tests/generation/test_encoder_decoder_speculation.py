@@ -48,7 +48,7 @@ def test_greedy_tokens(name, attention):
     longest = plain.generate(**inputs, max_new_tokens=30)
     options = dict(max_new_tokens=30, eos_token_id=int(longest[1, 14]))  # a token that stands at different positions
     expected = plain.generate(**inputs, **options)
-    draft = draft_of(plain)
+    draft = draft_of(plain, noise=0.005 if name == "mt5" else 0.02)  # its random gated layers disagree sooner
     tree = AssistantDrafter(draft, tree=12)
     for drafter in (dict(assistant_model=draft), dict(prompt_lookup_num_tokens=5), dict(assistant_model=tree)):
         if name == "whisper" and drafter.get("assistant_model") is tree:

@@ -1,8 +1,8 @@
 """Attention over contiguous keys and over paged caches: Triton kernels for CUDA tensors, C++ or torch for CPU tensors.
 
 Each function is a `torch.library` op of the namespace hf_efficient, so that torch.compile and CUDA graphs see through
-it. None has a backward. Layouts are FlashAttention's: tokens before heads. `flash_paged.kv_formats` describes quantized
-caches.
+it. Over pages they have no backward. Without, it is `backward` on a CPU and `flash_paged.flash_attn_backward` on a GPU.
+Layouts are FlashAttention's: tokens before heads. `flash_paged.kv_formats` describes quantized caches.
 """
 
 import torch
@@ -57,7 +57,7 @@ def flash_attn_func(
     """`flash_paged.flash_attn_func` on CPU, too: q [B, Sq, Hq, D], k [B, Sk, Hk, D], v [B, Sk, Hk, Dv] -> [B, Sq, Hq,
     Dv], or with return_attn_probs (out, log-sum-exp float32 [B, Hq, Sq], None).
 
-    q, k, v, s_aux and the log-sum-exp have gradients (see `backward`).
+    q, k, v, s_aux and the log-sum-exp have gradients.
 
     Raises RuntimeError where the device is neither CPU nor CUDA, ValueError for dropout and for heads or dtypes that do
     not fit each other.

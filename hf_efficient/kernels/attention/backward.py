@@ -1,4 +1,4 @@
-"""Gradients of attention without a cache: every part of the scores is computed again, on any device, as in
+"""Gradients of attention without a cache: every part of the scores is computed again in torch, as in
 FlashAttention (https://arxiv.org/abs/2205.14135, algorithm 4). No matrix [Sq, Sk] outlives its part.
 
 Plain causal or full attention is left to the backward of SDPA. All else goes by float32 scores of some queries at once.
