@@ -8,7 +8,7 @@ from transformers.utils import logging
 
 from hf_efficient.generation import decode, model_state, served
 from hf_efficient.generation.model_traits import check_ragged, reads_encoder
-from hf_efficient.generation.output import as_transformers, without_statistics
+from hf_efficient.generation.output import without_statistics
 from hf_efficient.generation.replay.captured_forward import DTYPES
 from hf_efficient.generation.request import GenerationRequest
 from hf_efficient.generation.speculation.options import chosen
@@ -39,11 +39,10 @@ class SpeculativeGenerationMixin:
             served.check_mode(generation_config)
 
     def _sample(self, *args, **kwargs):
-        request = GenerationRequest.of(self, *args, **kwargs)
+        request = GenerationRequest.of(self, *args, replaces_sample=True, **kwargs)
         if not served.serves(request):
             return super()._sample(*args, **kwargs)
-        output = decode.run(request, model_state.latest(self))
-        return as_transformers(output, request.cache) if request.returns_dict else output
+        return decode.run(request, model_state.latest(self))
 
     # `generate()` looks for `inputs_tensor` in the signature
     def _assisted_decoding(

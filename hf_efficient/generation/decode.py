@@ -5,6 +5,7 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 
 from hf_efficient.generation import model_state, served
 from hf_efficient.generation.loop import SpeculativeLoop
+from hf_efficient.generation.output import as_transformers
 from hf_efficient.generation.ragged_model import RaggedModel, ragged_model
 from hf_efficient.generation.replay.captured_forward import MAX_TOKENS
 from hf_efficient.generation.replay.pool import PoolEntry, copied
@@ -46,7 +47,8 @@ def speculative_generate(
 def run(request: GenerationRequest, version: model_state.ModelVersion | None = None):
     """The answer to a request. version: of the model as it is now, where `model_state.current` has just been called.
 
-    Returns and raises as `speculative_generate`; the streamer ends in any case.
+    Returns and raises as `speculative_generate`, or returns as transformers' `_sample` where the request replaces it;
+    the streamer ends in any case.
     """
     try:
         cache = served.check(request)
@@ -66,11 +68,12 @@ def _can_share_cache(request: GenerationRequest) -> bool:
     """Whether the request can run over a cache of the replay pool."""
     if not request.is_left_padded:  # pages keep no padding
         return False
+    if request.replaces_sample or not request.returns_dict:
+        return True
     # In the cache that is returned, windows count padding and other attentions look for it. Batches of more sequences
     # than a capture holds gain nothing.
     mask = request.attention_mask
-    has_padding = mask is not None and bool((mask == 0).any())
-    return not request.returns_dict or (request.batch_size <= MAX_TOKENS and not has_padding)
+    return request.batch_size <= MAX_TOKENS and not (mask is not None and bool((mask == 0).any()))
 
 
 def _run_over_pool(request: GenerationRequest, version: model_state.ModelVersion | None):
@@ -81,7 +84,9 @@ def _run_over_pool(request: GenerationRequest, version: model_state.ModelVersion
         entry = version.pool.take(model.config, request.batch_size, tokens, hidden_layers)
         is_unchanged = version.snapshot.is_unchanged if entry.is_capturable and _runs_users_code(request) else None
         output, captured = _run(request, entry, is_unchanged)
-        if request.returns_dict and entry.is_capturable:  # the caller gets a cache that grows
+        if request.returns_dict and request.replaces_sample:
+            output = as_transformers(output, request.cache)
+        elif request.returns_dict and entry.is_capturable:  # the caller gets a cache that grows
             output[request.cache_name] = copied(entry.cache, model.config)
         elif request.returns_dict:
             entry.cache.attend_over_pages(False)
@@ -102,14 +107,14 @@ def _run(request: GenerationRequest, entry: PoolEntry, is_unchanged=None):
         is_unchanged=is_unchanged,
     )
     logits = target.prefill(sequences.tokens, request.generation_config, request.model_kwargs)
-    collects = request.returns_dict
-    keeps_finished = drafter is None and (collects or request.generation_config.do_sample)
+    returns_dict = request.returns_dict
+    keeps_finished = drafter is None and (returns_dict or request.generation_config.do_sample)
     keeps_finished = keeps_finished or cache is request.cache
     loop = SpeculativeLoop(request, sequences, target, _draft_length(request, target), keeps_finished)
     loop.run(logits)
     ids = sequences.finish()
     loop.statistics.log(sequences.generated)
-    if not collects:
+    if not returns_dict:
         return ids, target.captured
     output = loop.statistics.output(
         sequences.generated,

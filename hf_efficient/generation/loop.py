@@ -70,7 +70,7 @@ class SpeculativeLoop:
     def _runs_ahead(self) -> bool:
         """Whether forwards are queued before the host has read the tokens that they follow."""
         sequences = self.sequences
-        keeps_up = sequences.processors_read_ids or sequences.collects
+        keeps_up = sequences.processors_read_ids or sequences.collects or sequences.pads_finished
         return self.drafter is None and self.target.runs_ahead and not keeps_up
 
     def _run_steps(self) -> None:

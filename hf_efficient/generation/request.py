@@ -26,6 +26,7 @@ class GenerationRequest:
         draft: a draft model, a `Drafter`, or a `Speculation` around one; None for what the config says, or nothing.
         tokenizers: the target's and the draft model's, None where not given.
         inputs: what the encoder of an encoder-decoder read, None where not known.
+        replaces_sample: the call stands for transformers' `_sample`, without a drafter, and returns what that returns.
     """
 
     model: PreTrainedModel
@@ -39,6 +40,7 @@ class GenerationRequest:
     tokenizers: tuple = (None, None)
     model_kwargs: dict = field(default_factory=dict)
     inputs: torch.Tensor | None = None
+    replaces_sample: bool = False
 
     @classmethod
     def of(
@@ -54,11 +56,12 @@ class GenerationRequest:
         draft=None,
         tokenizers=(None, None),
         inputs=None,
+        replaces_sample=False,
         **model_kwargs,
     ) -> "GenerationRequest":
         """From the arguments of one of transformers' decoding methods."""
         run = logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
-        return cls(model, input_ids, *run, draft, tokenizers, model_kwargs, inputs)
+        return cls(model, input_ids, *run, draft, tokenizers, model_kwargs, inputs, replaces_sample)
 
     @functools.cached_property
     def speculation(self) -> Speculation | None:
@@ -124,6 +127,7 @@ class GenerationRequest:
             self.stopping_criteria,
             keep_scores=bool(self.returns_dict and config.output_scores),
             keep_logits=bool(self.returns_dict and config.output_logits),
+            pads_finished=self.replaces_sample and self.returns_dict,
             generation_config=config,
         )
         sequences.source = self.source

@@ -94,6 +94,8 @@ class Sequences:
         pad_token_id: fills sequences that finish early; None when the model has none.
         processors, criteria: as `generate()` hands them to a decoding method.
         keep_scores, keep_logits: collect the scores after, the logits before the processors, for every position.
+        pads_finished: sequences that have ended go on with padding until all have, as in plain generation. Without
+            drafts only.
         generation_config: of the call, for drafters; None is greedy.
 
     source: what the decoder of an encoder-decoder reads, a `Source` of the whole batch; else None.
@@ -110,6 +112,7 @@ class Sequences:
         criteria: StoppingCriteriaList,
         keep_scores: bool = False,
         keep_logits: bool = False,
+        pads_finished: bool = False,
         generation_config: GenerationConfig | None = None,
     ):
         for processor in processors:
@@ -138,7 +141,9 @@ class Sequences:
             c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)
         )
         # without an end-of-sequence token plain generation continues stopped sequences until all have stopped
-        self.end_one_by_one = any(hasattr(c, "eos_token_id") for c in criteria)
+        has_ends = any(hasattr(c, "eos_token_id") for c in criteria)
+        self.end_one_by_one = has_ends and not pads_finished
+        self.pads_finished = has_ends and pads_finished
         self._uniforms = Uniforms()
         self.scores: list[torch.Tensor] | None = [] if keep_scores else None
         self.logits: list[torch.Tensor] | None = [] if keep_logits else None
@@ -272,6 +277,9 @@ class Sequences:
         Returns the tokens appended to each sequence, and how many drafts each had accepted and proposed.
         """
         width = tokens.shape[1]
+        if self.pads_finished and any(self.stopped_at):
+            has_ended = [[self.stopped_at[b] is not None] for b in self.live]
+            tokens = torch.where(torch.tensor(has_ended, device=self.device), self.padding, tokens)
         if read is None:
             host = torch.cat([accepted[:, None], counts[:, None], tokens], 1).tolist()
         else:
@@ -368,6 +376,9 @@ class Sequences:
         return self.tokens[:, :length]
 
     def _collect(self, collected: list[torch.Tensor], values: torch.Tensor, kept: list[int]) -> None:
+        if values.shape[1] == 1 and self._common_length() is not None and all(kept):
+            collected.append(values[:, 0].clone())
+            return
         for length, pairs in self._by_length(kept).items():
             step = length - self.prompt_length
             if step == len(collected):

@@ -22,19 +22,16 @@ def serves(request: GenerationRequest) -> bool:
     """Whether the native loop replaces transformers' in a call without a drafter: on CPUs and CUDA devices, for models
     whose forwards can be captured, where the output is the same.
 
-    Under `return_dict_in_generate` the output has scores, logits, keys and values. They are the same for one sequence,
-    and for sequences that end together. With an end-of-sequence token those of a batch end one by one, and
-    transformers' output holds what it computes for their padding.
+    Under `return_dict_in_generate` the output has the same scores, logits, keys and values; those of attention weights
+    and hidden states, which captured forwards do not keep, are left to transformers.
     """
     model, config, cache = request.model, request.generation_config, request.cache
-    criteria = request.stopping_criteria
     if (
         model.device.type not in DTYPES
         or request.synced_gpus
         or config.is_assistant
         or (request.returns_dict and (config.output_attentions or config.output_hidden_states))
         or (request.returns_dict and type(cache) is not DynamicCache)
-        or (request.returns_dict and request.batch_size > 1 and any(hasattr(c, "eos_token_id") for c in criteria))
         or is_being_watched()
         or not config.use_cache
         or config.cache_implementation not in _CACHES

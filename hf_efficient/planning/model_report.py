@@ -95,4 +95,5 @@ def _loop(model) -> Part:
     if reason is not None:
         return Part("generate()", False, f"transformers' loop: {reason}")
     limit = model_state.current(model).exact_length
-    return Part("generate()", True, "the native loop" + (f", up to {limit} tokens" if limit else ""))
+    what = "the native loop" + (f", up to {limit} tokens" if limit else "")
+    return Part("generate()", True, f"{what}; transformers' for beams, output_attentions and output_hidden_states")

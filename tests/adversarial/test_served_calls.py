@@ -35,7 +35,7 @@ SERVED = {
     "a processor of the user's": dict(**BATCH, logits_processor=[Same()]),
     "streamed": dict(**ROW, streamer=Silent()),
     "dictionary": dict(**ROW, return_dict_in_generate=True, output_scores=True),
-    "dictionary of a batch": dict(**BATCH, return_dict_in_generate=True),
+    "dictionary of a batch": dict(**BATCH, return_dict_in_generate=True, eos_token_id=[2, 5, 6]),
     "several answers": dict(**ROW, do_sample=True, num_return_sequences=2),
     "at least": dict(**ROW, min_new_tokens=2),
     "the usual positions": dict(**ROW, position_ids=torch.arange(6)[None]),

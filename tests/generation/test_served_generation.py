@@ -51,15 +51,16 @@ def test_tokens_are_those_of_transformers(name, monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "mistral", "opt", "mixtral"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_dictionaries_are_those_of_transformers(name, rows, monkeypatch):
-    """Scores, logits, keys and values, of rows that end together; and generation goes on from them."""
+    """Scores, logits, keys and values, of rows that end one by one, and of their padding; and generation goes on from
+    them."""
     model, batch = enable_speculation(tiny_model(name)), left_padded_batch((5, 11, 8)[-rows:])
-    eos = [2, *range(40, 50)] if rows == 1 else None
-    model.generation_config.eos_token_id = eos
+    model.generation_config.eos_token_id = [2, *range(40, 50)]
     options = dict(do_sample=True, max_new_tokens=14, pad_token_id=0, repetition_penalty=1.2, temperature=1.3)
     options.update(return_dict_in_generate=True, output_scores=True, output_logits=True)
     both_outputs = expected, output = both(model, monkeypatch, **batch, **options)
     assert type(output) is type(expected) and output.keys() == expected.keys()
     assert torch.equal(output.sequences, expected.sequences)
+    assert rows == 1 or (output.sequences[:, -1] == 0).any()  # some had ended before
     for ours, theirs in ((output.scores, expected.scores), (output.logits, expected.logits)):
         assert len(ours) == len(theirs)
         for a, b in zip(ours, theirs):  # the same float32 sums in another order: logits here reach 10
@@ -81,12 +82,29 @@ def test_dictionaries_are_those_of_transformers(name, rows, monkeypatch):
     assert torch.equal(first, second)
 
 
-def test_sequences_that_end_one_by_one_stay_with_transformers(monkeypatch):
-    """Their scores, logits, keys and values contain those of padding."""
-    model, batch = enable_speculation(tiny_model("llama", eos_token_id=list(range(3, 20)))), left_padded_batch()
-    served = noted_answers(monkeypatch)
-    output = model.generate(**batch, max_new_tokens=5, return_dict_in_generate=True, output_scores=True)
-    assert served == [False] and not any((scores == 0).all(-1).any() for scores in output.scores)
+def test_dictionaries_have_what_was_asked_for(monkeypatch):
+    """Sequences alone, and with the caller's criterion, which sees padding behind what has ended."""
+    model, batch = enable_speculation(tiny_model("llama", eos_token_id=list(range(3, 60)))), left_padded_batch()
+    seen = []
+    criteria = [lambda ids, scores: seen.append((ids.clone(), scores)) or ids[:, -1] % 7 == 1]
+    options = dict(max_new_tokens=30, pad_token_id=0, return_dict_in_generate=True)
+    for more in ({}, dict(stopping_criteria=criteria)):
+        expected, output = both(model, monkeypatch, **batch, **options, **more)
+        assert output.keys() == expected.keys() == {"sequences", "past_key_values"}
+        assert torch.equal(output.sequences, expected.sequences)
+    half = len(seen) // 2
+    assert all(torch.equal(a, b) and s is t is None for (a, s), (b, t) in zip(seen[:half], seen[half:], strict=True))
+
+
+def test_dictionaries_come_from_captured_forwards(monkeypatch):
+    """Of a padded batch whose sequences end one by one, over a cache that the next call takes again."""
+    model, calls = enable_speculation(tiny_model("llama", eos_token_id=list(range(3, 9)))), []
+    captured = CapturedForward.__call__
+    monkeypatch.setattr(CapturedForward, "__call__", lambda *args: calls.append(captured(*args)) or calls[-1])
+    options = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
+    for _ in range(2):
+        model.generate(**left_padded_batch(), **options)
+    assert calls[11:] and None not in calls[11:]
 
 
 def test_streams():
