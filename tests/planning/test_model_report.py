@@ -48,7 +48,8 @@ def test_a_plain_model_gets_the_native_loop_by_one_word(folder, answers):
     expected = model.generate(PROMPT, **OPTIONS)
     assert not answers
     assert hf_efficient.optimize(model) is model
-    assert active(model)["generate()"] and "transformers' for beams, output_attentions" in str(hf_efficient.report(model))
+    assert active(model)["generate()"]
+    assert "transformers' for beams, output_attentions" in str(hf_efficient.report(model))
     assert torch.equal(model.generate(PROMPT, **OPTIONS), expected) and answers == [True]
     hf_efficient.optimize(model)
     assert type(model).__name__ == "LlamaForCausalLM"
