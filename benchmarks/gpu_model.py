@@ -87,6 +87,7 @@ ROWS = [
     Row("W4A16, up to 64 rows", "linear", 4 + 24 / 64, 64, 2.3),
     Row("W8A16, up to 16 rows", "linear", 8 + 24 / 64, 1, 1.78),
     Row("W8A8 int8, 16 rows", "linear", 8, 16, None),
+    Row("trellis of 2 bits, up to 16 rows", "linear", 2, 1, None),
 ]
 
 

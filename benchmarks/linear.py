@@ -77,6 +77,20 @@ def codebook(name: str, table: tuple[float, ...], group_size: int) -> Format:
     return of_layout(name, make, el.codebook_linear, el.codebook_linear_reference, bits=bits, group_size=group_size)
 
 
+def trellis(name: str, bits: float) -> Format:
+    def make(bench, n, k):
+        qweight = torch.randint(0, 256, (int(-(-n // 32) * 4 * bits), k), dtype=torch.uint8, device=bench.device)
+        packed, places = el.pack_trellis(qweight, bits=bits, out_features=n)
+        return dict(packed=packed, places=places, scale=torch.rand(n, device=bench.device).to(bench.dtype))
+
+    return Format(
+        name,
+        make,
+        lambda x, weight: el.trellis_linear(x, **weight, bits=bits),
+        lambda x, weight: el.trellis_linear_reference(x, **weight, bits=bits),
+    )
+
+
 def run_w8a8(x, weight):
     codes, scale, _ = el.quantize(x, "int8")
     return el.w8a8_linear(codes, weight["w_codes"], scale, weight["w_scale"], out_dtype=x.dtype)
@@ -159,6 +173,8 @@ FORMATS = [
     weight_only("int3 g64 asymmetric", 3, 64, False),
     weight_only("int2 g64 asymmetric", 2, 64, False),
     codebook("NF4 g64", el.NF4, 64),
+    trellis("trellis of 2 bits", 2),
+    trellis("trellis of 3 bits", 3),
     Format("W8A8 int8", int8_codes, run_w8a8, reference_w8a8, allowed=2e-2),
     fp8("fp8 per channel", False),
     fp8("fp8 blocks", True),

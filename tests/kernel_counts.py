@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 import sass
 import test_efficient_linear_aot
+import test_efficient_linear_trellis_aot
 import test_efficient_linear_w8a8_aot
 import test_flash_paged_aot
 import test_flash_paged_decode_aot
 import torch
 from aot import Compiled
 
-from hf_efficient.kernels.efficient_linear import launch_configs, w8a8_configs
+from hf_efficient.kernels.efficient_linear import launch_configs, trellis, trellis_packing, w8a8_configs
 from hf_efficient.kernels.flash_paged import config
 
 
@@ -100,6 +101,18 @@ def _w8a8(tokens: int, held: tuple[float, float]) -> Case:
     )
 
 
+def _trellis(tokens: int, held: tuple[float, float]) -> Case:
+    return Case(
+        f"trellis of 2 bits, up to {tokens} rows",
+        lambda target: test_efficient_linear_trellis_aot.compile_product(target, tokens),
+        trellis.TILES[tokens].block_n * trellis_packing.COLUMNS,
+        32 * trellis.TILES[tokens].num_warps,
+        "a weight",
+        None,
+        held,
+    )
+
+
 def _prefill(budget: float, held: tuple[float, float]) -> Case:
     """Instructions of a thread for 64 keys."""
     tile = config.forward_config(torch.bfloat16, 128, 999, 0, "sm_90")
@@ -126,5 +139,6 @@ CASES = [
     _weights(4, 64, None, (4.88, 10.9)),
     _weights(8, 16, None, (5.91, 7.99)),
     _w8a8(16, (1.10, 1.0)),
+    _trellis(16, (11.4, 13.2)),
     _prefill(240, (366, 545)),
 ]

@@ -6,6 +6,7 @@ import torch
 
 from hf_efficient.formats.base import Format
 from hf_efficient.kernels.linear.native_trellis import NativeTrellisLayout
+from hf_efficient.kernels.linear.trellis import TrellisTritonLayout
 from hf_efficient.kernels.linear.trellis_codes import bands, pack_trellis, unpack_trellis
 from hf_efficient.kernels.linear.trellis_search import search
 
@@ -66,5 +67,6 @@ class TrellisFormat(Format):
         return (values.to(work) * scale.to(work)).to(dtype)
 
     def layout(self, tensors, in_features, dtype):
-        layout = NativeTrellisLayout.pack(tensors["qweight"], tensors["scale"], self.bits, in_features, dtype)
+        weight = tensors["qweight"], tensors["scale"], self.bits, in_features, dtype
+        layout = NativeTrellisLayout.pack(*weight) or TrellisTritonLayout.pack(*weight)
         return layout or self.dequantized_layout(tensors, in_features, dtype)

@@ -11,7 +11,8 @@ import hf_efficient.kernels.linear.codebook
 import hf_efficient.kernels.linear.gate_up
 import hf_efficient.kernels.linear.grouped
 import hf_efficient.kernels.linear.sparse24
-import hf_efficient.kernels.linear.ternary  # noqa: F401
+import hf_efficient.kernels.linear.ternary
+import hf_efficient.kernels.linear.trellis  # noqa: F401
 from hf_efficient.kernels import efficient_linear as el
 from hf_efficient.kernels.efficient_linear import sparse24, sparse24_packing, ternary, ternary_packing
 
@@ -67,6 +68,16 @@ def test_codebook(bits=4):
     arguments = (x, *tensors, bias, *layout.values())
     torch.library.opcheck(OPS.codebook_linear.default, arguments)
     check(OPS.codebook_linear, arguments, el.codebook_linear_reference(x, *tensors, bias, **layout), (x, bias))
+
+
+def test_trellis():
+    qweight = torch.randint(0, 256, (4 * 2 * 3, 70), dtype=torch.uint8)
+    weight = *el.pack_trellis(qweight, bits=2, out_features=90), torch.rand(90)
+    x, bias = torch.randn(5, 70, requires_grad=True), torch.randn(90, requires_grad=True)
+    arguments = (x, *weight, bias, 2.0)
+    torch.library.opcheck(OPS.trellis_linear.default, arguments)
+    expected = el.trellis_linear_reference(x, *weight, bias, bits=2)
+    check(OPS.trellis_linear, arguments, expected, (x, bias))
 
 
 def int4_weight():

@@ -7,6 +7,7 @@ import torch
 
 from hf_efficient.formats.affine import AffineFormat
 from hf_efficient.formats.ternary import TernaryFormat
+from hf_efficient.formats.trellis import TrellisFormat
 from hf_efficient.formats.w8a8 import Float8Format, Int8Format
 from hf_efficient.kernels import triton_devices
 from hf_efficient.kernels.attention import api
@@ -16,6 +17,7 @@ from hf_efficient.planning.weight_bytes import _Accelerated, _AllocateOnCPU
 
 
 FORMATS = [AffineFormat(bits=4, group_size=32, symmetric=True), TernaryFormat(), Int8Format(), Float8Format()]
+FORMATS += [TrellisFormat(bits=2.5)]
 
 
 @pytest.fixture

@@ -101,7 +101,7 @@ class NativeTrellisLayout(NativeLayout):
 
     def as_op(self, x, bias):
         tensors = x, self.packed, self.scale, self.following, bias
-        return torch.ops.hf_efficient.trellis_linear(*tensors, self.out_features, self.in_features)
+        return torch.ops.hf_efficient.cpu_trellis_linear(*tensors, self.out_features, self.in_features)
 
     def dequantize(self):
         return _dense(self.packed, self.scale, self.out_features, self.in_features, self.dtype)
@@ -118,7 +118,7 @@ def _weight(dtype, _, packed, scale, following, out_features, in_features):
     return _dense(packed, scale, out_features, in_features, dtype)
 
 
-@replays("hf_efficient::trellis_linear")
+@replays("hf_efficient::cpu_trellis_linear")
 def _instructions(y, x, packed, scale, following, bias, out_features, in_features):
     tensors = packed, scale, following
     weight = weight_structure(*tensors, out_features, in_features)
@@ -126,7 +126,7 @@ def _instructions(y, x, packed, scale, following, bias, out_features, in_feature
 
 
 op.define(
-    "trellis_linear(Tensor x, Tensor packed, Tensor scale, Tensor following, Tensor? bias, int out_features, "
+    "cpu_trellis_linear(Tensor x, Tensor packed, Tensor scale, Tensor following, Tensor? bias, int out_features, "
     "int in_features) -> Tensor",
     cpu=_linear,
     fake=lambda x, packed, scale, following, bias, out_features, _: x.new_empty(*x.shape[:-1], out_features),
