@@ -15,7 +15,14 @@ def test_builds_without_spills_and_with_matrix_instructions(tokens, bits, target
     types = {name: "*bf16" for name in ("x_ptr", "scale_ptr", "bias_ptr", "out_ptr")}
     types |= {"packed_ptr": "*i32", "zero_ptr": "*u8", "offsets_ptr": "*i32"}
     constexprs = dict(E=60, BLOCK_E=64, BITS=bits, GROUP=64, ASYMMETRIC=True, HAS_BIAS=False, EVEN_K=True)
-    constexprs |= dict(BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, UPCAST=False, bias_ptr=None, PTX=target != "gfx942")
+    constexprs |= dict(
+        BLOCK_N=tile.block_n,
+        BLOCK_M=tile.block_m,
+        UPCAST=False,
+        bias_ptr=None,
+        PTX=target != "gfx942",
+        QUADS=target == "sm_80",
+    )
     aligned = ("N", "K", "stride_x", "stride_packed")
     compiled = compile_launch(kernel, types, constexprs, target, tile.num_warps, tile.num_stages, aligned)
     assert compiled.local_bytes == 0 and compiled.count(MATRIX_INSTRUCTION[target]) > 0

@@ -59,7 +59,16 @@ def test_dense_gate_and_up(target):
 @pytest.mark.parametrize("target", [*TARGETS, "sm_89"])
 def test_packed(target):
     kernel, tile = joined_kernels.joined_few_tokens_kernel, launch_configs.choose_tile(16, False, 4)
-    constexprs = dict(COUNT=3, BITS=4, GROUP=64, ASYMMETRIC=True, HAS_BIAS=False, EVEN_K=True, PTX=target != "gfx942")
+    constexprs = dict(
+        COUNT=3,
+        BITS=4,
+        GROUP=64,
+        ASYMMETRIC=True,
+        HAS_BIAS=False,
+        EVEN_K=True,
+        PTX=target != "gfx942",
+        QUADS=target == "sm_80",
+    )
     constexprs |= dict(SPLIT=True, BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, UPCAST=False)
     constexprs |= dict.fromkeys(("bias0", "bias1", "bias2"))
     kinds = types(kernel, "bf16", packed="*i32", zero="*u8", partial="*fp32", arrivals="*i32")

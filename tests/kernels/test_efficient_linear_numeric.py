@@ -5,7 +5,7 @@ import torch
 from linear_checks import check, check_gradients, check_graph, random_weight
 
 from hf_efficient.kernels import efficient_linear
-from hf_efficient.kernels.efficient_linear import launch_configs, split_k
+from hf_efficient.kernels.efficient_linear import launch_configs, split_k, weight_only
 
 
 # (out_features, in_features): odd columns, a short last group, rows that fill no tile, K split over programs (1100),
@@ -188,3 +188,14 @@ def test_a_graph_owns_its_counters(kernel_device):
                 assert torch.equal(actual, expected)
         assert not buffer.any()
         assert split_k.arrival_counters(1, buffer.device) is not buffer
+
+
+@pytest.mark.skipif(not weight_only.INTERPRETED, reason="a GPU has the one or the other order")
+@pytest.mark.parametrize("bits, group_size", [(2, 64), (3, 32), (4, 64), (4, 256), (8, None)])
+def test_columns_in_the_order_of_four_neighbours(bits, group_size, monkeypatch):
+    """As on compute capabilities 8.x and 12.x."""
+    monkeypatch.setattr(weight_only, "quads", lambda device: True)
+    packed, scale, zero_point, layout = random_weight(70, 330, bits, group_size, False, torch.bfloat16, "cpu")
+    x = torch.randn(5, 330).bfloat16()
+    expected = efficient_linear.weight_only_linear_reference(x, packed, scale, zero_point, **layout)
+    check(efficient_linear.weight_only_linear(x, packed, scale, zero_point, **layout), expected)

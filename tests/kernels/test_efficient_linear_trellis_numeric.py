@@ -5,7 +5,7 @@ import torch
 from linear_checks import check, check_errors, check_gradients, check_graph, in_one_part_and_in_several
 
 from hf_efficient.kernels import efficient_linear
-from hf_efficient.kernels.efficient_linear import trellis_packing
+from hf_efficient.kernels.efficient_linear import trellis, trellis_packing
 from hf_efficient.kernels.linear import trellis_codes
 
 
@@ -43,8 +43,10 @@ def test_packing_is_exact_and_the_reference_reads_the_format(shape, bits):
 @pytest.mark.parametrize(
     "tokens, out_features, in_features", [(1, 96, 320), (20, 288, 130), (40, 33, 70), (70, 64, 64)]
 )
-@pytest.mark.parametrize("bits", [2, 3.5])
-def test_products(kernel_device, bits, tokens, out_features, in_features, dtype, monkeypatch):
+@pytest.mark.parametrize("bits, quads", [(2, False), (3.5, True)])
+def test_products(kernel_device, bits, quads, tokens, out_features, in_features, dtype, monkeypatch):
+    if trellis.INTERPRETED:  # a GPU has the one or the other order of columns
+        monkeypatch.setattr(trellis, "quads", lambda device: quads)
     _, packed, places, scale = layer(kernel_device, bits, out_features, in_features, dtype)
     x = torch.randn(tokens, in_features, device=kernel_device).to(dtype)
     bias = torch.randn(out_features, device=kernel_device).to(dtype) if tokens > 1 else None

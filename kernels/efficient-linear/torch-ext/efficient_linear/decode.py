@@ -23,6 +23,7 @@ def pair(
 def unpack(
     words, zero, magic, codebook_at, tables, FIRST: tl.constexpr, PLANES: tl.constexpr, BITS: tl.constexpr,
     ASYMMETRIC: tl.constexpr, LOOKUP: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr, UPCAST: tl.constexpr,
+    QUADS: tl.constexpr,
 ):  # fmt: skip
     """The operand of the matrix instructions FIRST .. FIRST + PLANES - 1 (PLANES 2, 4 or 8) of a step, DTYPE [16 T, 16
     PLANES]: codes minus zero points, or entries of the codebook.
@@ -36,4 +37,4 @@ def unpack(
     if PLANES == 8:
         p4, p5 = pair(words, zero, magic, codebook_at, tables, FIRST + 4, BITS, ASYMMETRIC, LOOKUP, DTYPE, PTX, UPCAST)
         p6, p7 = pair(words, zero, magic, codebook_at, tables, FIRST + 6, BITS, ASYMMETRIC, LOOKUP, DTYPE, PTX, UPCAST)
-    return join_planes(p0, p1, p2, p3, p4, p5, p6, p7, PLANES)
+    return join_planes(p0, p1, p2, p3, p4, p5, p6, p7, PLANES, QUADS)

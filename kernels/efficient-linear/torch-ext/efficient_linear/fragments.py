@@ -97,11 +97,23 @@ def plane(
 
 
 @triton.jit
-def join_planes(p0, p1, p2, p3, p4, p5, p6, p7, PLANES: tl.constexpr):
+def columns_of(PART: tl.constexpr, QUADS: tl.constexpr):
+    """The columns that `join_planes` calls 0 .. PART - 1: int32 [PART]."""
+    columns = tl.arange(0, PART)
+    if QUADS:
+        columns = columns // 16 * 16 + columns // 2 % 2 * 8 + columns // 4 % 4 * 2 + columns % 2
+        columns = tl.max_contiguous(tl.multiple_of(columns, 2), 2)
+    return columns
+
+
+@triton.jit
+def join_planes(p0, p1, p2, p3, p4, p5, p6, p7, PLANES: tl.constexpr, QUADS: tl.constexpr):
     """The operand of PLANES (2, 4 or 8) matrix instructions, DTYPE [16 T, 16 PLANES], from their fragments [T, 128, 2]
     (those past PLANES are not read).
 
-    Only names of registers and lanes change here: what every lane has is what the matrix instruction wants from it."""
+    Only names of registers and lanes change here: what every lane has is what the matrix instruction wants from it. A
+    lane has four columns of 16, two neighbours in either half. QUADS: they are called four neighbours (see
+    `weight_only.quads`), and the rows of the other operand are permuted alike, by `columns_of`."""
     T: tl.constexpr = p0.shape[0]
     numbers = tl.join(p0, p1)
     if PLANES >= 4:
@@ -110,7 +122,10 @@ def join_planes(p0, p1, p2, p3, p4, p5, p6, p7, PLANES: tl.constexpr):
         numbers = tl.join(numbers, tl.join(tl.join(p4, p5), tl.join(p6, p7)))
     # tile, r, t, column half, row half, h, bits of j from the lowest -> rows, columns
     numbers = tl.reshape(numbers, (T, 8, 4, 2, 2, 2, 2, 2 if PLANES >= 4 else 1, 2 if PLANES == 8 else 1))
-    numbers = tl.permute(numbers, (0, 4, 1, 8, 7, 6, 3, 2, 5))
+    if QUADS:
+        numbers = tl.permute(numbers, (0, 4, 1, 8, 7, 6, 2, 3, 5))
+    else:
+        numbers = tl.permute(numbers, (0, 4, 1, 8, 7, 6, 3, 2, 5))
     return tl.reshape(numbers, (T * 16, PLANES * 16))
 
 

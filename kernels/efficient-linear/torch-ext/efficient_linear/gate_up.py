@@ -61,6 +61,6 @@ def gate_up_silu(
             x, *gate, *up, out, partial, arrivals, tokens, out_features, in_features, x.stride(0),
             *(stride for tensor in (gate[1], gate[2], up[1], up[2]) for stride in _scale_strides(tensor)), per_split,
             SPLIT=splits > 1, HAS_BIAS=gate[3] is not None,
-            **_options(tile, x.dtype, bits, group_size, in_features, gate[2]),
+            **_options(tile, x, bits, group_size, in_features, gate[2]),
         )  # fmt: skip
     return out

@@ -18,6 +18,7 @@ from .weight_only import (
     _on,
     _scale_strides,
     dequantize,
+    quads,
 )  # fmt: skip
 from .weight_only_kernels import accumulate, add_bias_and_store
 
@@ -27,7 +28,7 @@ def grouped_kernel(
     x_ptr, packed_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, offsets_ptr, N, K, stride_x, stride_packed, stride_se,
     stride_sn, stride_sg, stride_ze, stride_zn, stride_zg, magic, E: tl.constexpr, BLOCK_E: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, UPCAST: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, UPCAST: tl.constexpr, PTX: tl.constexpr, QUADS: tl.constexpr,
 ):  # fmt: skip
     """Grid (row blocks, token blocks): the token blocks of expert 0, then those of expert 1 ..., as many as the rows of
     each need, found from offsets int32 [E + 1]; the blocks behind the last one have nothing to do. Row blocks of one
@@ -52,7 +53,7 @@ def grouped_kernel(
     result = accumulate(
         x_ptr + first * stride_x, packed_ptr + expert * stride_packed, scale_ptr + expert * stride_se, zero_ptr,
         row_block, token_block, 0, (K + 127) // 128, rows_of_expert, N, K, stride_x, stride_sn, stride_sg, stride_zn,
-        stride_zg, magic, BITS, GROUP, ASYMMETRIC, EVEN_K, BLOCK_N, BLOCK_M, UPCAST, PTX=PTX,
+        stride_zg, magic, BITS, GROUP, ASYMMETRIC, EVEN_K, BLOCK_N, BLOCK_M, UPCAST, PTX=PTX, QUADS=QUADS,
     )  # fmt: skip
     rows = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = token_block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -167,7 +168,7 @@ def _multiply(x, packed, scale, zero_point, bias, offsets, *, bits, group_size, 
             BLOCK_E=triton.next_power_of_2(experts), BITS=bits, GROUP=_kernel_group(group_size),
             ASYMMETRIC=zero_point is not None, HAS_BIAS=bias is not None, EVEN_K=in_features % COLUMNS == 0,
             BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, UPCAST=INTERPRETED and x.dtype == torch.bfloat16, PTX=PTX,
-            num_warps=tile.num_warps, num_stages=stages(tile, bits),
+            QUADS=quads(x.device), num_warps=tile.num_warps, num_stages=stages(tile, bits),
         )  # fmt: skip
     return out
 

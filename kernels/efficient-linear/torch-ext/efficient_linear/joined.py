@@ -72,7 +72,7 @@ def joined_weight_only_linear(
             x, *_three(packed), *_three(scales), *_three(zeros), *_three(biases), *_three(outs), partial, arrivals,
             len(x), *_three(sizes), in_features, x.stride(0), *_scale_strides(scales[0]), *_scale_strides(zeros[0]),
             per_split, COUNT=len(sizes), SPLIT=splits > 1, HAS_BIAS=biases[0] is not None,
-            **_options(tile, x.dtype, bits, group_size, in_features, zeros[0]),
+            **_options(tile, x, bits, group_size, in_features, zeros[0]),
         )  # fmt: skip
     return outs
 

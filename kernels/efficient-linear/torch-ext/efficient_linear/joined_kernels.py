@@ -75,8 +75,8 @@ def joined_few_tokens_kernel(
     x_ptr, packed0, packed1, packed2, scale0, scale1, scale2, zero0, zero1, zero2, bias0, bias1, bias2, out0, out1,
     out2, partial_ptr, arrivals_ptr, M, N0, N1, N2, K, stride_x, stride_sn, stride_sg, stride_zn, stride_zg,
     steps_per_split, magic, COUNT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr, UPCAST: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr, QUADS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """`few_tokens_kernel` of COUNT weights alike in all but their rows; grid (their row blocks, token blocks, splits of
     K)."""
@@ -93,7 +93,7 @@ def joined_few_tokens_kernel(
     result = accumulate(
         x_ptr, choose(which, packed0, packed1, packed2, COUNT), choose(which, scale0, scale1, scale2, COUNT), zero_ptr,
         row_block, token_block, first_step, first_step + steps_per_split, M, N, K, stride_x, stride_sn, stride_sg,
-        stride_zn, stride_zg, magic, BITS, GROUP, ASYMMETRIC, EVEN_K, BLOCK_N, BLOCK_M, UPCAST, PTX=PTX,
+        stride_zn, stride_zg, magic, BITS, GROUP, ASYMMETRIC, EVEN_K, BLOCK_N, BLOCK_M, UPCAST, PTX=PTX, QUADS=QUADS,
     )  # fmt: skip
     ALL_N = N0 + N1
     if COUNT == 3:

@@ -14,13 +14,14 @@ import triton
 import triton.language as tl
 
 from .codebook_fragments import permute_bytes
+from .fragments import columns_of
 from .frozen_weight import FrozenWeightProduct, needs_gradient
 from .launch_configs import Tile
 from .split_k import arrive, split, sum_of_parts
 from .trellis_packing import BAND, COLUMNS, FACTORS, LARGEST, check_trellis, columns_of_places, trellis_values
 from .w8a8 import check_devices
 from .w8a8_configs import STAGES_ON_ROCM
-from .weight_only import DTYPES, INTERPRETED, PTX, _check_device, _check_input, _on
+from .weight_only import DTYPES, INTERPRETED, PTX, _check_device, _check_input, _on, quads
 
 
 BANDS = 4  # of a program, one for each warp
@@ -94,7 +95,7 @@ def places_of_words(packed_ptr, places_ptr, band, offset, stride):
 def trellis_kernel(
     x_ptr, packed_ptr, places_ptr, scale_ptr, bias_ptr, out_ptr, partial_ptr, arrivals_ptr, M, N, K, stride_x,
     stride_packed, steps_per_split, HALF_BITS: tl.constexpr, EVEN_K: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BANDS: tl.constexpr, PTX: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BANDS: tl.constexpr, PTX: tl.constexpr, QUADS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of BANDS bands, 1, splits of K)."""
     row_block, split = tl.program_id(0), tl.program_id(2)
@@ -108,7 +109,7 @@ def trellis_kernel(
     next_at += place % 16
     token_ids = tl.arange(0, BLOCK_M)
     tokens = tl.minimum(token_ids, M - 1).to(tl.int64)
-    columns = tl.arange(0, 64)
+    columns = columns_of(64, QUADS)
     x_at = x_ptr + (tokens * stride_x)[None, :] + columns[:, None]
     first_step = split * steps_per_split
     result = tl.zeros((ROWS, BLOCK_M), tl.float32)
@@ -125,7 +126,11 @@ def trellis_kernel(
         numbers = tl.join(tl.join(n0, n1), tl.join(n2, n3))
         # band, lane group, lane, column half, neighbour, row half, instruction, bits of 16 columns -> rows, columns
         numbers = tl.reshape(numbers, (BANDS, 8, 4, 2, 2, 2, 2, 2, 2))
-        weight = tl.reshape(tl.permute(numbers, (6, 0, 5, 1, 8, 7, 3, 2, 4)), (ROWS, 64))
+        if QUADS:
+            numbers = tl.permute(numbers, (6, 0, 5, 1, 8, 7, 2, 3, 4))
+        else:
+            numbers = tl.permute(numbers, (6, 0, 5, 1, 8, 7, 3, 2, 4))
+        weight = tl.reshape(numbers, (ROWS, 64))
         if UPCAST:
             weight = weight.to(tl.float32)
             x = x.to(tl.float32)
@@ -268,8 +273,8 @@ def _product(x, bias, packed, places, scale, *, bits, in_features) -> torch.Tens
         trellis_kernel[(row_blocks, 1, splits)](
             x, packed, places, scale, bias, out, partial, arrivals, tokens, out_features, in_features, x.stride(0),
             packed.stride(0), per_split, HALF_BITS=int(2 * bits), EVEN_K=in_features % COLUMNS == 0, SPLIT=splits > 1,
-            BLOCK_M=tile.block_m, BANDS=BANDS, PTX=PTX, UPCAST=INTERPRETED and x.dtype == torch.bfloat16,
-            num_warps=tile.num_warps,
+            BLOCK_M=tile.block_m, BANDS=BANDS, PTX=PTX, QUADS=quads(x.device),
+            UPCAST=INTERPRETED and x.dtype == torch.bfloat16, num_warps=tile.num_warps,
             num_stages=min(tile.num_stages, STAGES_ON_ROCM) if torch.version.hip else tile.num_stages,
         )  # fmt: skip
     return out

@@ -19,6 +19,13 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PTX = torch.version.hip is None and not INTERPRETED  # kernels may use instructions of NVIDIA GPUs
 
 
+def quads(device: torch.device) -> bool:
+    """Whether the compiler gives a lane four neighbouring columns of a weight that is joined from parts, not two.
+
+    It does so where matrix instructions take both operands from registers (compute capabilities 8.x and 12.x)."""
+    return PTX and torch.cuda.get_device_capability(device)[0] in (8, 12)
+
+
 def _check_device(packed: torch.Tensor) -> None:
     if packed.device.type != "cuda" and not INTERPRETED:
         raise ValueError(
@@ -179,7 +186,7 @@ def _multiply(x, packed, scale, zero_point, bias, codebook=None, *, bits, group_
         HAS_BIAS=bias is not None,
         LOOKUP=_lookup(codebook, x.dtype),
         PER_ROW=codebook is not None and codebook.dim() == 2,
-        **_options(tile, x.dtype, bits, group_size, in_features, zero_point),
+        **_options(tile, x, bits, group_size, in_features, zero_point),
     )
     with _on(x.device):
         if not tile.programs_per_processor:
@@ -194,13 +201,13 @@ def _multiply(x, packed, scale, zero_point, bias, codebook=None, *, bits, group_
     return out
 
 
-def _options(tile, dtype, bits, group_size, in_features, zero_point) -> dict:
+def _options(tile, x, bits, group_size, in_features, zero_point) -> dict:
     """The arguments by keyword of every kernel that multiplies."""
     return dict(
-        magic=MAGIC_FLOAT16 if dtype == torch.float16 else MAGIC_BFLOAT16, BITS=bits, GROUP=_kernel_group(group_size),
-        ASYMMETRIC=zero_point is not None, EVEN_K=in_features % COLUMNS == 0, PTX=PTX, BLOCK_N=tile.block_n,
-        BLOCK_M=tile.block_m, UPCAST=INTERPRETED and dtype == torch.bfloat16, num_warps=tile.num_warps,
-        num_stages=stages(tile, bits),
+        magic=MAGIC_FLOAT16 if x.dtype == torch.float16 else MAGIC_BFLOAT16, BITS=bits, GROUP=_kernel_group(group_size),
+        ASYMMETRIC=zero_point is not None, EVEN_K=in_features % COLUMNS == 0, PTX=PTX, QUADS=quads(x.device),
+        BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, UPCAST=INTERPRETED and x.dtype == torch.bfloat16,
+        num_warps=tile.num_warps, num_stages=stages(tile, bits),
     )  # fmt: skip
 
 

@@ -4,8 +4,8 @@ Both kernels compute a tile [BLOCK_N rows of the weight, BLOCK_M tokens] of the 
 Codes minus zero points are exact in the dtype of x (entries of a codebook are rounded to it); their products with x are
 added in float32 and multiplied by the group's scale in float32, so a weight is never rounded.
 
-Instructions in the loop for one weight (sm_90, bfloat16, 16 tokens, groups of 64, Triton 3.7): 3.2, 3.3, 3.5, 5.5 for
-2, 3, 4, 8 bits, 0.4 more with zero points; 3.5, 3.6, 4.9 for codebooks of 2, 3, 4 bits. A zero point itself takes none:
+Instructions in the loop for one weight (sm_90, bfloat16, 16 tokens, groups of 64, Triton 3.7): 3.1, 3.2, 3.3, 5.2 for
+2, 3, 4, 8 bits, 0.3 more with zero points; 3.3, 3.4, 4.6 for codebooks of 2, 3, 4 bits. A zero point itself takes none:
 the subtraction that removes the 128 removes it too. Taking both out of the products, as (128 + zero point) * sum(x),
 would save that subtraction, half an instruction a weight. It is not done: it needs sums of x (a second matrix product
 of ones, an eighth of an instruction but as much work again for the matrix units, or a pass before this one), and the
@@ -17,20 +17,34 @@ import triton.language as tl
 
 from .codebook_fragments import load_codebook
 from .decode import unpack
-from .fragments import load_step, rows_of_lanes, words_from_rows, zero_point_word
+from .fragments import columns_of, load_step, rows_of_lanes, words_from_rows, zero_point_word
 from .split_k import arrive, sum_of_parts
+
+
+@triton.jit
+def load_byte(at, PTX: tl.constexpr):
+    """uint8 at each pointer, as int32.
+
+    On CUDA by an instruction of its own: the compiler takes the smallest type that it sees loaded for that of the
+    weights, and for a byte a lane of sm_80 would get eight neighbouring columns, which lie in other lanes."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.u8 $0, [$1];", "=r,l", [at.to(tl.int64)], tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return tl.load(at).to(tl.int32)
 
 
 @triton.jit
 def load_zero(
     zero_ptr, rows, group, N, stride_zn, stride_zg, magic, BITS: tl.constexpr, ASYMMETRIC: tl.constexpr,
-    DTYPE: tl.constexpr,
+    DTYPE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """For every word of T tiles the `zero_point_word` of its row and group: [T, 128]."""
     if ASYMMETRIC:
         at = zero_ptr + group * stride_zg
-        upper = tl.load(at + tl.minimum(rows, N - 1).to(tl.int64) * stride_zn).to(tl.int32)
-        lower = tl.load(at + tl.minimum(rows + 8, N - 1).to(tl.int64) * stride_zn).to(tl.int32)
+        upper = load_byte(at + tl.minimum(rows, N - 1).to(tl.int64) * stride_zn, PTX)
+        lower = load_byte(at + tl.minimum(rows + 8, N - 1).to(tl.int64) * stride_zn, PTX)
         return words_from_rows(zero_point_word(upper, magic, BITS, DTYPE), zero_point_word(lower, magic, BITS, DTYPE))
     else:
         return 0
@@ -42,6 +56,7 @@ def accumulate(
     stride_sn, stride_sg, stride_zn, stride_zg, magic, BITS: tl.constexpr, GROUP: tl.constexpr,
     ASYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, UPCAST: tl.constexpr,
     codebook_ptr=None, LOOKUP: tl.constexpr = 0, PER_ROW: tl.constexpr = False, PTX: tl.constexpr = False,
+    QUADS: tl.constexpr = False,
 ):  # fmt: skip
     """Sum over the steps (packing.step_columns) first_step .. last_step - 1: float32 [BLOCK_N, BLOCK_M]. GROUP 0 = one
     group a row. EVEN_K: 128 divides K. LOOKUP > 0: codes are of a codebook (codebook_fragments.py) with one table,
@@ -58,13 +73,13 @@ def accumulate(
     rows = tl.minimum(row_block * BLOCK_N + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
     lane_rows = row_block * BLOCK_N + rows_of_lanes(T)
     tokens = tl.minimum(token_block * BLOCK_M + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
-    columns = tl.arange(0, PART)
+    columns = columns_of(PART, QUADS)
     x_at = x_ptr + (tokens * stride_x)[None, :] + columns[:, None]
     last_group = (K - 1) // GROUP if GROUP > 0 else 0
 
     group = first_step * COLUMNS // GROUP if GROUP > 0 else 0
     scale = tl.load(scale_ptr + rows * stride_sn + group * stride_sg).to(tl.float32)
-    zero = load_zero(zero_ptr, lane_rows, group, N, stride_zn, stride_zg, magic, BITS, ASYMMETRIC, DTYPE)
+    zero = load_zero(zero_ptr, lane_rows, group, N, stride_zn, stride_zg, magic, BITS, ASYMMETRIC, DTYPE, PTX)
     codebook_at, tables = 0, 0
     if LOOKUP > 0:
         codebook_at, tables = load_codebook(codebook_ptr, lane_rows, N, BITS, LOOKUP, PER_ROW, DTYPE)
@@ -79,17 +94,17 @@ def accumulate(
                 x = tl.load(x_at + column, mask=(columns < K - column)[:, None], other=0.0)
             weight = unpack(
                 words, zero, magic, codebook_at, tables, part * (PART // 16), PART // 16, BITS, ASYMMETRIC, LOOKUP,
-                DTYPE, PTX, UPCAST,
+                DTYPE, PTX, UPCAST, QUADS,
             )  # fmt: skip
             if UPCAST:
                 weight = weight.to(tl.float32)
                 x = x.to(tl.float32)
             if GROUP > 0:
                 # the scale and zero point of the next part are loaded before they are needed
-                group = tl.minimum((column + PART) // GROUP, last_group)
+                group = tl.minimum(group + 1 if GROUP == PART else (column + PART) // GROUP, last_group)
                 next_scale = tl.load(scale_ptr + rows * stride_sn + group * stride_sg).to(tl.float32)
                 next_zero = load_zero(
-                    zero_ptr, lane_rows, group, N, stride_zn, stride_zg, magic, BITS, ASYMMETRIC, DTYPE
+                    zero_ptr, lane_rows, group, N, stride_zn, stride_zg, magic, BITS, ASYMMETRIC, DTYPE, PTX
                 )
                 result += tl.dot(weight, x, input_precision="ieee") * scale[:, None]
                 scale = next_scale
@@ -116,8 +131,8 @@ def few_tokens_kernel(
     x_ptr, packed_ptr, scale_ptr, zero_ptr, codebook_ptr, bias_ptr, out_ptr, partial_ptr, arrivals_ptr, M, N, K,
     stride_x, stride_sn, stride_sg, stride_zn, stride_zg, steps_per_split, magic, BITS: tl.constexpr,
     GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, LOOKUP: tl.constexpr,
-    PER_ROW: tl.constexpr, PTX: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    UPCAST: tl.constexpr,
+    PER_ROW: tl.constexpr, PTX: tl.constexpr, QUADS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (row blocks, token blocks, splits of K). With SPLIT every program stores its sum in partial float32
     [splits, M, N]; whoever arrives last at arrivals int32 [row blocks * token blocks] (0 before and after) adds the
@@ -127,7 +142,7 @@ def few_tokens_kernel(
     result = accumulate(
         x_ptr, packed_ptr, scale_ptr, zero_ptr, row_block, token_block, first_step, first_step + steps_per_split, M, N,
         K, stride_x, stride_sn, stride_sg, stride_zn, stride_zg, magic, BITS, GROUP, ASYMMETRIC, EVEN_K, BLOCK_N,
-        BLOCK_M, UPCAST, codebook_ptr, LOOKUP, PER_ROW, PTX,
+        BLOCK_M, UPCAST, codebook_ptr, LOOKUP, PER_ROW, PTX, QUADS,
     )  # fmt: skip
     rows = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = token_block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -148,7 +163,7 @@ def many_tokens_kernel(
     x_ptr, packed_ptr, scale_ptr, zero_ptr, codebook_ptr, bias_ptr, out_ptr, M, N, K, stride_x, stride_sn, stride_sg,
     stride_zn, stride_zg, magic, BITS: tl.constexpr, GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, LOOKUP: tl.constexpr, PER_ROW: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, UPCAST: tl.constexpr,
+    QUADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (token blocks, row blocks): token blocks of one row block are neighbours in time, so that its packed
     weights are read from memory once and then found in the L2 cache."""
@@ -182,6 +197,7 @@ def many_tokens_kernel(
         LOOKUP,
         PER_ROW,
         PTX,
+        QUADS,
     )
     rows = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = token_block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -209,7 +225,7 @@ def dequantize_kernel(
         codebook_at, tables = load_codebook(codebook_ptr, lane_rows, N, BITS, LOOKUP, PER_ROW, DTYPE)
     rows = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
     for part in tl.static_range(COLUMNS // 128):
-        numbers = unpack(words, 0, 0, codebook_at, tables, part * 8, 8, BITS, False, LOOKUP, DTYPE, False, False)
+        numbers = unpack(words, 0, 0, codebook_at, tables, part * 8, 8, BITS, False, LOOKUP, DTYPE, False, False, False)
         numbers = numbers.to(tl.float32)
         columns = (step * COLUMNS + part * 128 + tl.arange(0, 128))[None, :]
         groups = columns // GROUP if GROUP > 0 else columns * 0
