@@ -11,7 +11,6 @@ from hf_efficient.generation.replay.captured_forward import MAX_TOKENS
 from hf_efficient.generation.replay.pool import PoolEntry, copied
 from hf_efficient.generation.request import GenerationRequest
 from hf_efficient.generation.speculation.draft_length import DraftLengthPolicy
-from hf_efficient.generation.speculation.proposal import MAX_NODES
 
 
 def speculative_generate(
@@ -77,11 +76,11 @@ def _can_share_cache(request: GenerationRequest) -> bool:
 
 
 def _run_over_pool(request: GenerationRequest, version: model_state.ModelVersion | None):
-    model, tokens = request.model, request.max_length + MAX_NODES + 1
+    model = request.model
     with torch.inference_mode(False), torch.no_grad():  # inference mode hides the operators of a forward from captures
         version = version or model_state.current(model)
         hidden_layers = None if request.drafter is None else request.drafter.hidden_layers
-        entry = version.pool.take(model.config, request.batch_size, tokens, hidden_layers)
+        entry = version.pool.take(model.config, request.batch_size, request.most_tokens, hidden_layers)
         is_unchanged = version.snapshot.is_unchanged if entry.is_capturable and _runs_users_code(request) else None
         output, captured = _run(request, entry, is_unchanged)
         if request.returns_dict and request.replaces_sample:

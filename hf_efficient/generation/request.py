@@ -10,6 +10,7 @@ from hf_efficient.generation.drafters.base import Drafter
 from hf_efficient.generation.sequences import Sequences, is_left_padded, longest
 from hf_efficient.generation.source import Source
 from hf_efficient.generation.speculation.options import Speculation, chosen
+from hf_efficient.generation.speculation.proposal import MAX_NODES
 from hf_efficient.integrations.transformers_compat import cache_name
 from hf_efficient.integrations.transformers_loop import pad_token_id
 
@@ -71,6 +72,11 @@ class GenerationRequest:
     @functools.cached_property
     def drafter(self) -> Drafter | None:
         return None if self.speculation is None else self.speculation.drafter(self.tokenizers)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a sequence in the cache, with those of a draft."""
+        return self.max_length + MAX_NODES + 1
 
     @property
     def batch_size(self) -> int:
