@@ -57,7 +57,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("page", pages_with("python"))
-def test_python_examples_run_one_after_another(page, sample_model, shallow_model, folder):
+def test_python_examples_run_one_after_another(page, sample_model, shallow_model, folder, none_adopted):
     model = sample_model if page == "README" else shallow_model
     namespace = {"__name__": page}
     for number, block in enumerate(blocks(page, "python")):
