@@ -21,7 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {path.stem: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+FILES = {str(path.relative_to(ROOT / "docs").with_suffix("")): path for path in sorted((ROOT / "docs").rglob("*.md"))}
+FILES = {"README": ROOT / "README.md", **FILES}
+PAGES = {page: path.read_text() for page, path in FILES.items()}
 MADE = ("api", "benchmarks")  # pages without prose of their own
 TEXT = "The river runs past the old mill, past the bridge and into the sea, where ships wait for the tide. " * 60
 MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -246,7 +248,7 @@ def test_a_browser_shows_every_page_and_follows_every_link(site):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_between_pages_lead_to_files(page):
-    here = ROOT if page == "README" else ROOT / "docs"
+    here = FILES[page].parent
     targets = re.findall(r"\]\(([^)#\s]+)", PAGES[page])
     assert [t for t in targets if not t.startswith("http") and not (here / t).exists()] == []
 
