@@ -237,7 +237,9 @@ def test_a_browser_shows_every_page_and_follows_every_link(site):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
         url = f"http://127.0.0.1:{server.server_port}/visit.html"
-        shown = subprocess.run([*command, "--virtual-time-budget=60000", url], capture_output=True, text=True, timeout=120).stdout
+        shown = subprocess.run(
+            [*command, "--virtual-time-budget=60000", url], capture_output=True, text=True, timeout=120
+        ).stdout
         server.shutdown()
     (site / "visit.html").unlink()
     report = re.search("<pre>(.*)</pre>", shown)
