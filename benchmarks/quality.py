@@ -90,6 +90,10 @@ def rows() -> dict[str, dict | None]:
         trellis = weight_only(bits, -1, codebook="trellis", method="gptq")
         table[f"trellis {bits:g} bits gptq"] = trellis
         table[f"trellis {bits:g} bits gptq refine"] = {**trellis, "refine": True}
+    for method in ("billm", "db_llm"):
+        binary = weight_only(2, "auto", method=method)
+        table |= {method: binary, f"{method} refine": {**binary, "refine": True}}
+    table["pb_llm"] = weight_only(1, "auto", method="pb_llm")
     for method in ("absmax", "zeropoint", "smoothquant", "llm_int8"):
         table[f"w8a8 int8 {method}"] = w8a8(method=method)
     rotated = {"o_proj": {"rotate": True}, "down_proj": {"rotate": True}}

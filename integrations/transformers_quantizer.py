@@ -10,7 +10,7 @@ from hf_efficient.dense_layers import make_dense
 from hf_efficient.integrations import transformers_model_methods as model_methods
 from hf_efficient.integrations import transformers_tensor_parallel as tensor_parallel
 from hf_efficient.integrations import transformers_weight_conversions as weight_conversions
-from hf_efficient.kernels.native.heap import HeapTrimmer
+from hf_efficient.kernels.native.heap import HeapTrimmer, MappedFiles
 from hf_efficient.layers import CompressedModule
 from hf_efficient.targets.swapping import Swapped, swap
 
@@ -193,19 +193,29 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
                 loading.run(model, self.quantization_config, self.swapped.calibrated, self.residence)
         is_cut = tensor_parallel.localize(model)
         self.forget_conversions(model)
+        mapped = MappedFiles(self._files or () if self.pre_quantized else ())
         for module in model.modules():
             if isinstance(module, CompressedModule):
-                for weight in module.compressed_weights():
-                    for name in (*weight.names().values(), weight.prefix[:-1] or "weight"):
-                        if name in module._parameters:  # calibration has derived layouts already
-                            module._parameters[name].requires_grad_(False)
-                            self.heap.count(module._parameters[name].nbytes)
-                    module.derive_layouts(module._parameters[weight.prefix[:-1] or "weight"].dtype)
+                self._derive_layouts(module, mapped)
         self.heap.flush()
         if is_cut:
             tensor_parallel.refuse_saving(model)
         else:
             model_methods.replace_methods(model)
+
+    def _derive_layouts(self, module: CompressedModule, mapped: MappedFiles) -> None:
+        weights, arrived = module.compressed_weights(), {}
+        dtypes = [module._parameters[weight.prefix[:-1] or "weight"].dtype for weight in weights]
+        for weight in weights:
+            for name in (*weight.names().values(), weight.prefix[:-1] or "weight"):
+                if name in module._parameters:  # calibration has derived layouts already
+                    arrived[name] = module._parameters[name].requires_grad_(False)
+                    self.heap.count(arrived[name].nbytes)
+        for dtype in dtypes:
+            module.derive_layouts(dtype)
+        for name, parameter in arrived.items():
+            if name not in module._parameters:  # the layout has replaced it
+                mapped.release(parameter)
 
     def forget_conversions(self, model) -> None:
         """Makes the model be saved with the compressed tensors that it has."""

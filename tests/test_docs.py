@@ -1,5 +1,7 @@
 """README and docs: every example runs, every figure is the one of its result file, every link leads somewhere."""
 
+import functools
+import html
 import itertools
 import json
 import os
@@ -8,7 +10,9 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -17,7 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {path.stem: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+FILES = {str(path.relative_to(ROOT / "docs").with_suffix("")): path for path in sorted((ROOT / "docs").rglob("*.md"))}
+FILES = {"README": ROOT / "README.md", **FILES}
+PAGES = {page: path.read_text() for page, path in FILES.items()}
 MADE = ("api", "benchmarks")  # pages without prose of their own
 TEXT = "The river runs past the old mill, past the bridge and into the sea, where ships wait for the tide. " * 60
 MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -163,18 +169,22 @@ class Links(HTMLParser):
         self.targets |= {attributes[name] for name in ("href", "src") if attributes.get(name)}
 
 
-@pytest.mark.slow
-def test_the_site_builds_without_warnings_and_its_links_lead_somewhere(tmp_path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the site, built as `make docs` builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copytree(ROOT / "docs", folder / "docs")
     config = (ROOT / "mkdocs.yml").read_text()
-    site = tmp_path / "site"
-    shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    (tmp_path / "mkdocs.yml").write_text(
-        config.replace("output/site", "site").replace("paths: [.]", f"paths: [{ROOT}]")
-    )
-    command = [str(Path(sys.executable).with_name("zensical")), "build", "-f", str(tmp_path / "mkdocs.yml")]
+    (folder / "mkdocs.yml").write_text(config.replace("output/site", "site").replace("paths: [.]", f"paths: [{ROOT}]"))
+    command = [str(Path(sys.executable).with_name("zensical")), "build", "-f", str(folder / "mkdocs.yml")]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0 and "Warning" not in result.stdout, result.stdout + result.stderr
-    pages = {path: Links(path.read_text()) for path in site.glob("*.html")}
+    return folder / "site"
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_warnings_and_its_links_lead_somewhere(site):
+    pages = {path: Links(path.read_text()) for path in site.rglob("*.html")}
     assert len(pages) > 15
     broken = []
     for path, links in pages.items():
@@ -187,15 +197,60 @@ def test_the_site_builds_without_warnings_and_its_links_lead_somewhere(tmp_path)
             if not aim.exists() or (anchor and aim in pages and anchor not in pages[aim].anchors):
                 broken.append(f"{path.name}: {target}")
     assert broken == []
-    if browser := shutil.which("chromium"):
-        command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"file://{site}/index.html"]
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
-        assert "<h1" in shown and "hf_efficient" in shown
+
+
+VISIT = """<!doctype html><body><script type="module">
+const open = (page) => new Promise((done) => {
+  const frame = document.createElement("iframe");
+  frame.onload = () => done(frame.contentDocument);
+  frame.src = page;
+  document.body.append(frame);
+});
+const read = async (path) => {
+  const answer = await fetch(path);
+  return answer.ok && new DOMParser().parseFromString(await answer.text(), "text/html");
+};
+const found = {opened: [], followed: 0, faults: []}, targets = {};
+for (const page of PAGES) {
+  const shown = await open(page);
+  found.opened.push(page);
+  if (!shown.querySelector("h1")?.getBoundingClientRect().height) found.faults.push(`${page} shows no heading`);
+  for (const link of shown.links) {
+    if (link.origin !== location.origin) continue;
+    const target = (targets[link.pathname] ??= await read(link.pathname));
+    const anchor = decodeURIComponent(link.hash.slice(1));
+    if (!target || (anchor && !target.getElementById(anchor))) found.faults.push(`${page}: ${link.href}`);
+    found.followed += 1;
+  }
+}
+document.body.innerHTML = `<pre>${JSON.stringify(found)}</pre>`;
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs apt-get install chromium")
+def test_a_browser_shows_every_page_and_follows_every_link(site):
+    pages = [str(path.relative_to(site)) for path in sorted(site.rglob("*.html")) if path.name != "404.html"]
+    (site / "visit.html").write_text(VISIT.replace("PAGES", json.dumps(pages)))
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=site)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+        url = f"http://127.0.0.1:{server.server_port}/visit.html"
+        shown = subprocess.run(
+            [*command, "--virtual-time-budget=60000", url], capture_output=True, text=True, timeout=120
+        ).stdout
+        server.shutdown()
+    (site / "visit.html").unlink()
+    report = re.search("<pre>(.*)</pre>", shown)
+    assert report, shown[-2000:]
+    found = json.loads(html.unescape(report[1]))
+    assert found["opened"] == pages and found["followed"] > 300 and found["faults"] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_between_pages_lead_to_files(page):
-    here = ROOT if page == "README" else ROOT / "docs"
+    here = FILES[page].parent
     targets = re.findall(r"\]\(([^)#\s]+)", PAGES[page])
     assert [t for t in targets if not t.startswith("http") and not (here / t).exists()] == []
 

@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_efficient.calibration.blocks import Block, weight_of
+from hf_efficient.calibration.refine_binary import TwoBitWeight
 from hf_efficient.calibration.refine_codebook import CodebookWeight
 from hf_efficient.calibration.refine_trellis import TrellisWeight
 from hf_efficient.calibration.transformed_weight import to_plain, to_stored
 from hf_efficient.calibration.tuning import TunedWeight, refine_linears
 from hf_efficient.formats import AffineFormat
-from hf_efficient.formats.codebook import CodebookFormat
-from hf_efficient.formats.trellis import TrellisFormat
 from hf_efficient.methods import inner_format
 
 
@@ -30,9 +29,9 @@ _MARGIN = 0.49  # largest distance of u from its code at the start
 
 
 def refine_block(block: Block, targets: list[torch.Tensor], epochs: float | None = None, seed: int = 0) -> None:
-    """Tunes the codes and scales in `block.tensors` of the linears with `refine=True` in an affine format or with a
-    table, and the factors of those along a trellis (transformed inputs included). Batches of about 1,000 tokens do
-    better than larger ones in the same time.
+    """Tunes the codes and scales in `block.tensors` of the linears with `refine=True` in an affine format, with a table
+    or of two binary terms, and the factors of those along a trellis (transformed inputs included). Batches of about
+    1,000 tokens do better than larger ones in the same time.
 
     Args:
         targets: outputs of the original model after the block, [B, T, H] for each batch.
@@ -56,6 +55,8 @@ def refine_block(block: Block, targets: list[torch.Tensor], epochs: float | None
 
 class _AffineWeight(TunedWeight):
     """The parameters are `codes`, float32 [N, G, group] (u above), and `log_scale`, float32 [N, G]."""
+
+    FORMATS = (AffineFormat,)
 
     def __init__(self, module: nn.Module, format, tensors: dict[str, torch.Tensor]):
         self.format, self.start, self.dtype = format, tensors, module.weight.dtype
@@ -92,7 +93,11 @@ class _AffineWeight(TunedWeight):
         return {**self.start, "qweight": self.affine.pack(codes), "scale": self._stored_scale().to(self.dtype)}
 
 
-_TUNED = {AffineFormat: _AffineWeight, CodebookFormat: CodebookWeight, TrellisFormat: TrellisWeight}
+_TUNED = {
+    format: weight
+    for weight in (_AffineWeight, CodebookWeight, TrellisWeight, TwoBitWeight)
+    for format in weight.FORMATS
+}
 
 
 def is_tuned(format) -> bool:

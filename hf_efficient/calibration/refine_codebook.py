@@ -11,6 +11,7 @@ from torch import nn
 from hf_efficient.calibration.blocks import weight_of
 from hf_efficient.calibration.transformed_weight import to_plain, to_stored
 from hf_efficient.calibration.tuning import TunedWeight
+from hf_efficient.formats.codebook import CodebookFormat
 from hf_efficient.methods import inner_format
 
 
@@ -21,6 +22,8 @@ _MARGIN = 0.49  # largest distance of u from its code at the start
 class CodebookWeight(TunedWeight):
     """The parameters are `codes`, float32 [N, G, group] (u above), and, but for powers of two, `log_scale`, float32
     [N, G] or [1, 1]."""
+
+    FORMATS = (CodebookFormat,)
 
     def __init__(self, module: nn.Module, format, tensors: dict[str, torch.Tensor]):
         self.format, self.start, self.dtype = format, tensors, module.weight.dtype

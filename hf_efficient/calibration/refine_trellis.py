@@ -9,6 +9,7 @@ from torch import nn
 from hf_efficient.calibration.transformed_weight import to_plain
 from hf_efficient.calibration.tuning import TunedWeight
 from hf_efficient.formats.transformed import TransformedFormat
+from hf_efficient.formats.trellis import TrellisFormat
 from hf_efficient.methods import inner_format
 
 
@@ -18,6 +19,8 @@ RATE = 4e-3  # learning rate of Adam, relative to a factor
 class TrellisWeight(TunedWeight):
     """The parameters are the logarithms of the rows' factors, float32 [N, 1], and of the inputs', float32 [K]. The
     latter become the "input_scale" of a `TransformedFormat`."""
+
+    FORMATS = (TrellisFormat,)
 
     def __init__(self, module: nn.Module, format, tensors: dict[str, torch.Tensor]):
         self.start, self.dtype = tensors, module.weight.dtype

@@ -17,8 +17,11 @@ logger = logging.get_logger(__name__)
 
 class TunedWeight:
     """The weight of one linear as a function of parameters. Called: the weight [N, K] in its dtype that acts on the
-    plain input."""
+    plain input.
 
+    FORMATS: whose weights it tunes."""
+
+    FORMATS: tuple[type, ...] = ()
     cached: torch.Tensor | None = None  # what a call returns while no parameter changes
 
     def __call__(self) -> torch.Tensor:

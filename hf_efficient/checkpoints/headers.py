@@ -39,9 +39,12 @@ class Place:
             raise ValueError(f"{self.key} is {found}, expected {wanted(dtypes, shape)}{reason}")
         return self
 
-    def read(self) -> torch.Tensor:
-        with safe_open(self.file, framework="pt") as opened:
-            return opened.get_tensor(self.key)
+    def read(self, opened: dict | None = None) -> torch.Tensor:
+        """The tensor, mapped. opened: file -> what `safe_open` gave, kept for the next tensors of the file."""
+        opened = {} if opened is None else opened
+        if self.file not in opened:
+            opened[self.file] = safe_open(self.file, framework="pt")
+        return opened[self.file].get_tensor(self.key)
 
 
 def read_headers(files) -> tuple[dict[str, Place], dict[str, dict[str, str]]]:

@@ -135,10 +135,11 @@ def _check_dtypes(found: dict[str, Place], expected, weights, places) -> None:
 
 
 def _check_values(found: dict[str, Place], weights, model) -> None:
+    opened = {}
     for name, (weight, _) in weights.items():
         format, dtype = weight.format, model.get_parameter(name).dtype
         parts = [part for part in weight.names() if part != "qweight" or format.checks_codes]
-        tensors = {part: found[part_name(name, weight, part)].read() for part in parts}
+        tensors = {part: found[part_name(name, weight, part)].read(opened) for part in parts}
         try:
             for part, tensor in tensors.items():
                 if format.dtypes(_ANY_FLOAT)[part] is _ANY_FLOAT and not tensor.to(dtype).isfinite().all():

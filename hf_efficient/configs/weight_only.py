@@ -10,6 +10,7 @@ from hf_efficient.configs.base import CONFIG_VERSION, CompressionConfig, module_
 from hf_efficient.configs.checks import check, check_choices, check_flags, is_integer, naming
 from hf_efficient.configs.quality import (
     AUTO,
+    BINARY_BITS,
     BLOCK_SIZES,
     QUALITIES,
     choose,
@@ -49,18 +50,21 @@ class WeightOnlyConfig(CompressionConfig):
 
     Args:
         bits (2, 3, 4 or 8; default 4): bits of a code. With `mixed_precision` the average over the layers. With
-            codebook="trellis" 2, 2.5, 3, 3.5 or 4.
+            codebook="trellis" 2, 2.5, 3, 3.5 or 4, with method="pb_llm" 1.
         group_size (int or None; default "auto"): weights that share a scale: a positive multiple of 8, -1 for one group
             per output channel, None for one scale for the whole tensor. "auto" is -1 with 8 bits or a trellis, 32
-            with "mxfp4", 16 with "nvfp4", else 64. On CPU the fast kernels take -1 with 8 bits, and multiples of 32
-            with 4 bits.
+            with "mxfp4", 16 with "nvfp4", 128 with method="billm", -1 with "pb_llm", else 64. On CPU the fast kernels
+            take -1 with 8 bits, and multiples of 32 with 4 bits.
         symmetric (bool; default "auto"): zero is the middle of the grid and no zero point is stored. False stores a
             zero point per group. "auto" is True with 8 bits and group_size="auto".
         method (str; default "auto"): how codes, scales and zero points are chosen; a file of `hf_efficient/methods`,
             see `available_methods`. "rtn" (round to nearest), "mse" (clipped for the least squared error), "hqq" and
             "kmeans" need no data, though "mse" and "kmeans" are better with it. "gptq"
             (https://arxiv.org/abs/2210.17323) and "awq" (https://arxiv.org/abs/2306.00978) see `calibration`, or text
-            that the model writes itself where none is given. "auto" is what `quality` says.
+            that the model writes itself where none is given. "billm" (https://arxiv.org/abs/2402.04291; bits=2),
+            "db_llm" (https://arxiv.org/abs/2402.11960; bits=2) and "pb_llm" (https://arxiv.org/abs/2310.00034; bits=1
+            for most weights, 8 for the salient tenth) store few magnitudes in formats of their own, and run as 8 bits
+            do. "auto" is what `quality` says.
         quality ("fast", "balanced", "best" or None; default None): how long making the model may take, where `method`
             is left out. "fast" takes seconds and no text: "mse" with inputs from random tokens, "rtn" with 8 bits.
             Where such a model cannot be run while loading (several devices, tensor parallelism, no token ids as
@@ -162,13 +166,15 @@ class WeightOnlyConfig(CompressionConfig):
     @classmethod
     def check_scheme(cls, scheme):
         bits, group_size, method, codebook = (scheme[name] for name in ("bits", "group_size", "method", "codebook"))
+        check_choices(scheme, method=available_methods())
         if codebook == "trellis":
             check(any(bits == b and not isinstance(bits, bool) for b in TRELLIS_BITS), "bits", bits, _TRELLIS_ALLOWED)
+        elif method in BINARY_BITS:
+            _check_binary(scheme)
         else:
             check_choices(scheme, bits=WEIGHT_BITS)
         is_width = is_integer(group_size, -1) and (group_size == -1 or (group_size > 0 and group_size % 8 == 0))
         check(group_size is None or is_width, "group_size", group_size, _GROUP_SIZES)
-        check_choices(scheme, method=available_methods())
         check_flags(scheme, "symmetric", "double_quantization", "rotate", "refine", "mixed_precision")
         check_flags(scheme, "int8_on_cpu", "input_scale", "input_order")
         check_choices(scheme, codebook=(*CODEBOOKS, None))
@@ -281,6 +287,7 @@ class WeightOnlyConfig(CompressionConfig):
         return checked
 
     def format(self):
+        from hf_efficient.formats import binary
         from hf_efficient.formats.affine import AffineFormat
         from hf_efficient.formats.codebook import CodebookFormat
         from hf_efficient.formats.transformed import TransformedFormat
@@ -288,6 +295,8 @@ class WeightOnlyConfig(CompressionConfig):
 
         if self.codebook == "trellis":
             inner = TrellisFormat(self.bits)
+        elif self.method in BINARY_BITS:
+            inner = binary.of_method(self.method, self.group_size)
         elif self.codebook is None:
             grid = self.bits, self.group_size, self.symmetric, self.int8_on_cpu
             inner = AffineFormat(*grid, self.zero_point, self.scale_dtype)
@@ -305,3 +314,16 @@ class WeightOnlyConfig(CompressionConfig):
         method = self.method_module()
         uses = self.calibration is not None and getattr(method, "USES", ())
         return bool(self.refine or self.mixed_precision or method.NEEDS or uses)
+
+
+def _check_binary(scheme: dict[str, Any]) -> None:
+    """Refuses what the formats of BiLLM, DB-LLM and PB-LLM do not have."""
+    method = scheme["method"]
+    only = dict(bits=BINARY_BITS[method], codebook=None, symmetric=True, int8_on_cpu=False, mixed_precision=False)
+    only |= dict(zero_point="integer", scale_dtype=None)
+    if method == "pb_llm":
+        only |= dict(group_size=-1, refine=False)
+    for field, value in only.items():
+        is_same = type(scheme[field]) is type(value) and scheme[field] == value
+        check(is_same, field, scheme[field], f"{value!r} for method={method!r}")
+    check(scheme["group_size"] is not None, "group_size", None, f"an integer for method={method!r}")

@@ -110,6 +110,16 @@ def output_error(weight: torch.Tensor, rounded: torch.Tensor, hessian: torch.Ten
     return (error @ hessian.float()).mul_(error).sum(1)
 
 
+def fitted_scale(
+    weight: torch.Tensor, rounded: torch.Tensor, scale: torch.Tensor, hessian: torch.Tensor
+) -> torch.Tensor:
+    """The scales [N, 1] with the least output error for the codes of `rounded`, float32 [N, K], which has `scale`."""
+    product = rounded @ hessian.float()
+    factor = (product * weight.float()).sum(1, keepdim=True) / (product * rounded).sum(1, keepdim=True)
+    new = (scale.float() * factor).to(scale.dtype)
+    return torch.where((new > 0) & new.isfinite(), new, scale)
+
+
 def damped_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
     """Damps `hessian` in place; returns the upper triangular M with M M^T = hessian."""
     undamped = hessian.diagonal().clone()

@@ -7,7 +7,7 @@ the next one, where QTIP feeds back the error of 16 columns at once."""
 import torch
 
 from hf_efficient.formats.trellis import TrellisFormat
-from hf_efficient.methods._error_feedback import Feedback
+from hf_efficient.methods._error_feedback import Feedback, fitted_scale
 
 
 def quantize(weight: torch.Tensor, format: TrellisFormat, inputs, damping: float = 0.01) -> dict[str, torch.Tensor]:
@@ -20,7 +20,7 @@ def quantize(weight: torch.Tensor, format: TrellisFormat, inputs, damping: float
     columns = _Columns(scale, format)
     rounded = Feedback(hessian, damping).round(weight, columns)
     codes = torch.stack([columns.codes[column] for column in range(weight.shape[1])], 1)
-    return {"qweight": format.pack(codes), "scale": _least_squares_scale(weight, rounded, scale, hessian)}
+    return {"qweight": format.pack(codes), "scale": fitted_scale(weight, rounded, scale, hessian)}
 
 
 class _Columns:
@@ -33,11 +33,3 @@ class _Columns:
         codes, rounded = self.format.nearest(values[:, None], self.scale)
         self.codes[column] = codes[:, 0]
         return rounded[:, 0]
-
-
-def _least_squares_scale(weight, rounded, scale, hessian) -> torch.Tensor:
-    """The scales [N, 1] with the least output error for the values in `rounded`, float32 [N, K], which has `scale`."""
-    product = rounded @ hessian.float()
-    factor = (product * weight.float()).sum(1, keepdim=True) / (product * rounded).sum(1, keepdim=True)
-    new = (scale.float() * factor).to(scale.dtype)
-    return torch.where((new > 0) & new.isfinite(), new, scale)

@@ -81,6 +81,7 @@ def build(name: str, folder: Path) -> tuple[Path, int]:
 def test(python: Path, name: str, tests: list[str]) -> dict:
     """Runs `tests` with the installed package, from a folder without the sources."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # uv compiles nothing: each process would compile all it imports
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
         command = [

@@ -37,6 +37,18 @@ def test_crashes():
 
 def test_after_the_crash():
     pass
+
+def wants_the_hub():
+    raise OSError("no network")
+
+def wants_no_plugin():
+    assert "hf_efficient" not in sys.modules
+
+for index, name in enumerate(["dynamic", "paged"] if "hf_efficient" in sys.modules else ["dynamic"]):
+    globals()[f"test_hub_{index}_{name}"] = wants_the_hub
+globals()["test_local_0_dynamic"] = test_equal
+if "hf_efficient" in sys.modules:
+    globals()["test_local_1_paged"] = wants_no_plugin
 """
 
 
@@ -49,10 +61,14 @@ def test_what_differs_is_reported(tmp_path):
     assert run.returncode == 1, run.stdout + run.stderr
     (result,) = json.loads((tmp_path / "output" / "report.json").read_text())
     name = "tests/models/toy/test_modeling_toy.py::test_"
-    assert result["plain"] == {"passed": 5, "failed": 1} and result["run"] == {"passed": 2, "failed": 3, "crashed": 1}
+    assert result["plain"] == {"passed": 6, "failed": 2} and result["run"] == {"passed": 3, "failed": 6, "crashed": 1}
     assert list(result["refused"]) == [name + "is_refused"] and result["unsteady"] == []
     outcomes = {test: entry["outcomes"] for test, entry in result["different"].items()}
-    assert outcomes == {name + "sees_the_plugin": ["passed", "failed"], name + "crashes": ["passed", "crashed"]}
+    assert outcomes == {
+        name + "sees_the_plugin": ["passed", "failed"],
+        name + "crashes": ["passed", "crashed"],
+        name + "local_1_paged": ["absent", "failed"],  # test_hub_1_paged ends as the case that is there without it
+    }
 
 
 @pytest.mark.parametrize(

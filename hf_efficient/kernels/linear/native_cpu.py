@@ -1,20 +1,15 @@
 """Linear layers of 2, 3, 4 and 8-bit codes by the C++ kernels of `native/linear`, on the CPUs of `native/tiers.py`.
-
-The layout: 16 rows of the weight are a block, and each 32-bit lane of a vector of 64 bytes belongs to one row.
-Neighbouring columns stand in the two halves of a lane, so that a look-up in registers turns shifted halves into pairs
-of bfloat16. A line of one vector holds 32 / bits columns; for 3 bits three vectors hold 32 columns, the last two of
-them in the bits left over. Codes of 8 bits are stored as sign and magnitude of `code - 127.5`. Scales and zero points
-(uint8 or float32) are [blocks, G, 16].
+Codes, scales and zero points (uint8 or float32) lie in the order of `lines.py`.
 """
 
 import ctypes
 
 import torch
-import torch.nn.functional as F
 
 from hf_efficient.kernels.linear import op
-from hf_efficient.kernels.linear.codes import pack_codes, unpack_codes
+from hf_efficient.kernels.linear.codes import pack_codes
 from hf_efficient.kernels.linear.layout import FLOATS, Layout
+from hf_efficient.kernels.linear.lines import COLUMNS, LANES, in_blocks, pack_lines, unpack_lines
 from hf_efficient.kernels.native import build
 from hf_efficient.kernels.native.structs import Product, filled
 from hf_efficient.kernels.native.tiers import once_a_tier
@@ -22,9 +17,7 @@ from hf_efficient.kernels.replay.instructions import TYPES, call, packed_product
 from hf_efficient.kernels.replay.registry import replays
 
 
-LANES = 16
 GRID, CODEBOOK, FLOAT8 = range(3)  # kinds of codes, as in native/linear/codes.h
-COLUMNS = {2: 16, 3: 32, 4: 8, 8: 4}  # bits -> columns of the weight in a line
 _ELEMENTS_AT_ONCE = 1 << 21  # float32 elements that dequantizing to another dtype holds at once: 8 MB
 
 
@@ -67,46 +60,6 @@ def weight_structure(
     floats = (t is not None and t.dtype is torch.float32 for t in (scale, zero_point))
     scale_is_float, zero_is_float = floats
     return filled(_Weight, *pointers[:3], *sizes, scale_is_float, rounds_inputs, zero_is_float, *pointers[3:])
-
-
-def _pieces(bits: int):
-    """(column, line, shift in the word, shift in the code, mask) of each piece of a code in a step."""
-    for column in range(COLUMNS[bits]):
-        pair, half = divmod(column, 2)
-        if bits != 3:
-            yield column, 0, 16 * half + bits * pair, 0, 2**bits - 1
-        elif pair < 15:
-            yield column, pair // 5, 16 * half + pair % 5 * 3, 0, 7
-        else:
-            yield from ((column, bit, 16 * half + 15, bit, 1) for bit in range(3))
-
-
-def pack_lines(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 codes [N, K] -> int32 [blocks, steps, lines, 16]."""
-    out_features, in_features = codes.shape
-    codes = F.pad(codes, (0, -in_features % COLUMNS[bits], 0, -out_features % LANES))
-    if bits == 8:
-        codes = torch.where(codes < 128, ~codes, codes ^ 128)
-    steps = codes.view(-1, LANES, codes.shape[1] // COLUMNS[bits], COLUMNS[bits]).permute(3, 0, 2, 1).contiguous()
-    words = codes.new_zeros(*steps.shape[1:3], 3 if bits == 3 else 1, LANES, dtype=torch.int32)
-    for column, line, word_shift, code_shift, mask in _pieces(bits):
-        words[:, :, line] |= (steps[column] >> code_shift & mask).int() << word_shift
-    return words
-
-
-def unpack_lines(words: torch.Tensor, bits: int, out_features: int, in_features: int) -> torch.Tensor:
-    """The inverse of `pack_lines`."""
-    codes = words.new_zeros(COLUMNS[bits], *words.shape[:2], LANES, dtype=torch.uint8)
-    for column, line, word_shift, code_shift, mask in _pieces(bits):
-        codes[column] |= ((words[:, :, line] >> word_shift & mask) << code_shift).to(torch.uint8)
-    codes = codes.permute(1, 3, 2, 0).reshape(words.shape[0] * LANES, -1)[:out_features, :in_features]
-    return torch.where(codes > 127, ~codes, codes ^ 128) if bits == 8 else codes
-
-
-def in_blocks(values: torch.Tensor, out_features: int) -> torch.Tensor:
-    """Values per group [N or 1, G] -> [blocks, G, 16]."""
-    values = F.pad(values.expand(out_features, -1), (0, 0, 0, -out_features % LANES))
-    return values.view(-1, LANES, values.shape[1]).transpose(1, 2).contiguous()
 
 
 class Kernel:
@@ -227,7 +180,7 @@ class NativeCodesLayout(NativeLayout):
             return None
         if zero_point is None and stored != bits:
             zero_point = qweight.new_full(scale.shape, 2 ** (bits - 1))
-        packed, given = pack_lines(unpack_codes(qweight, bits, in_features), stored), scale
+        packed, given = pack_lines(qweight, bits, in_features, stored), scale
         scale = in_blocks(scale if scale.dtype is torch.bfloat16 else scale.float(), out_features)
         zero_point = None if zero_point is None else in_blocks(zero_point, out_features)
         group = in_features if groups == 1 else group_size

@@ -1,7 +1,7 @@
 """Linear layers whose inputs are rounded to int8, one scale a row, by the C++ kernels of `native/rounded`: int8 weights
 (W8A8, LLM.int8()) and ternary ones (BitNet), on CPUs with a tier of `native.tiers`.
 
-Codes are packed as `native_cpu.pack_lines` does it, in 8 or 2 bits. Results are those of `w8a8_cpu` bit for bit, but
+Codes are packed as `lines.pack_lines` does it, in 8 or 2 bits. Results are those of `w8a8_cpu` bit for bit, but
 for columns that LLM.int8() does not round, whose products are summed in another order.
 """
 
@@ -11,7 +11,8 @@ import torch
 
 from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.layout import FLOATS
-from hf_efficient.kernels.linear.native_cpu import LANES, NativeLayout, pack_lines, unpack_lines
+from hf_efficient.kernels.linear.lines import LANES, pack_lines, unpack_lines
+from hf_efficient.kernels.linear.native_cpu import NativeLayout
 from hf_efficient.kernels.native import build
 from hf_efficient.kernels.native.structs import Product, filled
 from hf_efficient.kernels.native.tiers import once_a_tier
@@ -97,7 +98,7 @@ class NativeRoundedLayout(NativeLayout):
         if dtype not in FLOATS or codes.device.type != "cpu" or kernel(bits) is None:
             return None
         out_features, in_features = codes.shape
-        packed = pack_lines((codes.to(torch.int16) + offset).to(torch.uint8), bits)
+        packed = pack_lines(codes, 8, in_features, bits, added=offset)
         zero = torch.zeros(1, dtype=torch.int32) if zero_point is None else zero_point.int()
         sums = codes.sum(1, dtype=torch.int32) - in_features * zero.flatten() if asymmetric else None
         lanes = _lanes(scale, out_features, torch.float32), _lanes(zero + offset, out_features, torch.int32)

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.codes import pack_codes, unpack_codes
-from hf_efficient.kernels.linear.native_cpu import LANES, NativeLayout
+from hf_efficient.kernels.linear.lines import LANES
+from hf_efficient.kernels.linear.native_cpu import NativeLayout
 from hf_efficient.kernels.native import build
 from hf_efficient.kernels.native.structs import Product, filled
 from hf_efficient.kernels.native.tiers import once_a_tier

@@ -1,27 +1,16 @@
 """Linear layers by the C++ kernels of `native/linear` whose codes are looked up: in a table of 4, 8 or 16 numbers (NF4,
 FP4, k-means) or as float8 E4M3, with inputs that are rounded to E4M3.
 
-The layout of codes and scales is that of `native_cpu`; a float8 stands as the byte that it is.
+The layout of codes and scales is that of `lines.py`; a float8 stands as the byte that it is.
 """
 
 import torch
-import torch.nn.functional as F
 
 from hf_efficient.kernels.linear import op
-from hf_efficient.kernels.linear.codes import pack_codes, unpack_codes
+from hf_efficient.kernels.linear.codes import pack_codes
 from hf_efficient.kernels.linear.layout import FLOATS
-from hf_efficient.kernels.linear.native_cpu import (
-    CODEBOOK,
-    COLUMNS,
-    FLOAT8,
-    NativeLayout,
-    in_blocks,
-    kernel,
-    pack_lines,
-    stored_bits,
-    unpack_lines,
-    weight_structure,
-)
+from hf_efficient.kernels.linear.lines import in_blocks, pack_lines, unpack_lines
+from hf_efficient.kernels.linear.native_cpu import CODEBOOK, FLOAT8, NativeLayout, kernel, stored_bits, weight_structure
 from hf_efficient.kernels.replay.instructions import packed_product
 from hf_efficient.kernels.replay.registry import replays
 
@@ -67,7 +56,7 @@ class NativeCodebookLayout(NativeTableLayout):
         serves = dtype is torch.bfloat16 and len(table) == 1 and stored_bits(bits, scale.shape[1], group_size) == bits
         if not serves or qweight.device.type != "cpu" or kernel(bits, CODEBOOK) is None:
             return None
-        packed = pack_lines(unpack_codes(qweight, bits, in_features), bits)
+        packed = pack_lines(qweight, bits, in_features, bits)
         scale = in_blocks(
             scale if scale.dtype is dtype else scale.float(), len(qweight)
         ).clone()  # maybe of a larger one
@@ -92,8 +81,7 @@ class NativeFloat8Layout(NativeTableLayout):
         out_features, in_features = codes.shape
         if by_block:
             scale = scale.repeat_interleave(FLOAT8_GROUP, 0)[:out_features]
-        columns = F.pad(codes.view(torch.uint8), (0, -in_features % COLUMNS[8]))  # zeros: another padding would be NaN
-        packed = pack_lines(_to_store(columns), 8)
+        packed = pack_lines(codes, 8, in_features, 8, has_signs=False)
         group = FLOAT8_GROUP if by_block else in_features
         scheme = 8, group, out_features, in_features, PER_GROUP if by_block else PER_ROW
         return cls(packed, in_blocks(scale.float(), out_features), None, x_scale, scheme, dtype)
@@ -103,13 +91,8 @@ class NativeFloat8Layout(NativeTableLayout):
         return _stored(codes).view(torch.float8_e4m3fn)
 
 
-def _to_store(codes: torch.Tensor) -> torch.Tensor:
-    """Bytes that `pack_lines` stores as the given ones, since it turns codes of 8 bits into signs and magnitudes."""
-    return torch.where(codes < 128, codes ^ 128, ~codes)
-
-
 def _stored(codes: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_to_store`, of bytes that `unpack_lines` gave."""
+    """The bytes that were stored as they are, of those that `unpack_lines` gave, as if they had signs."""
     return torch.where(codes < 128, ~codes, codes ^ 128)
 
 

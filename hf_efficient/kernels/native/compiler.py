@@ -20,6 +20,7 @@ LIBRARIES = {  # library, compiled from <name>/<name>.cpp -> the macros of each 
     "sparse": ({},),
     "contextual": ({},),
     "hadamard": ({},),
+    "packing": ({},),
     "viterbi": ({},),
     "trellis": tuple({"HALF_BITS": count} for count in range(4, 9)),
 }
