@@ -5,7 +5,7 @@
 #include "int8_rows.h"
 
 #if BYTE_DOT
-constexpr int INT8_TILE_ROWS = 6, INT8_TILE_BLOCKS = 4;  // sums that registers hold
+constexpr int INT8_TILE_ROWS = 8, INT8_TILE_BLOCKS = 3;  // sums that registers hold
 constexpr int LEAST_INT8_TILE_ROWS = 12;                 // of x: unpacking pays
 constexpr int ROWS_AN_INT8_UNIT = 256;                   // of x, which threads share
 
@@ -24,18 +24,21 @@ static void unpack(const Matrix &w, int64_t block, const ByteTile &tile) {
             Words middle = Words{} + MIDDLE_CODE * 0x01010101u;
             const int64_t index = ((block + b) * w.groups + g) * LANES;
             if (is_whole) middle = widen_words(*(const Bytes *)((const uint8_t *)w.zero + index)) * 0x01010101u;
-            Ints sum = {};
-            for (; step < end; step++) {
+            Ints sums[2] = {};  // that do not wait for each other
+            const uint8_t *line = w.line(block + b, step);
+            const int64_t ahead = w.line(1, 0) - w.line(0, 0);  // to the next block
+            for (; step < end; step++, line += Codes::LINES * 64) {
+                for (int i = 0; i < Codes::LINES; i++) __builtin_prefetch(line + ahead + 64 * i, 0, 2);
                 Words values[VECTORS];
-                Bytewise::decode(w.line(block + b, step), values);
+                Bytewise::decode(line, values);
 #pragma GCC unroll 8
                 for (int v = 0; v < VECTORS; v++) {
                     const Words weights = minus_bytes(values[v], middle);
                     tile.weights[(step * VECTORS + v) * tile.blocks + b] = weights;
-                    sum = plus_byte_dots(sum, splat_bytes(0x80808080u), weights);
+                    sums[v % 2] = plus_byte_dots(sums[v % 2], splat_bytes(0x80808080u), weights);
                 }
             }
-            tile.begin[segment * tile.blocks + b] = -sum;
+            tile.begin[segment * tile.blocks + b] = -(sums[0] + sums[1]);
         });
 }
 
@@ -104,7 +107,6 @@ static void int8_tiles(const Matrix *w, const Output *out, int count, const Roun
         unpack(w[i], block, tile);
         for (int64_t row = 0; row < rows; row += unit_rows) {
             const int64_t end = std::min(row + unit_rows, rows);
-            if (blocks == 4) int8_tile_rows<4>(w[i], block, tile, x, row, end, out[i]);
             if (blocks == 3) int8_tile_rows<3>(w[i], block, tile, x, row, end, out[i]);
             if (blocks == 2) int8_tile_rows<2>(w[i], block, tile, x, row, end, out[i]);
             if (blocks == 1) int8_tile_rows<1>(w[i], block, tile, x, row, end, out[i]);
