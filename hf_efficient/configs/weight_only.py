@@ -86,8 +86,9 @@ class WeightOnlyConfig(CompressionConfig):
         mixed_precision (bool; default False): give each layer as many bits as it needs, `bits` on average; needs
             `calibration`.
         int8_on_cpu (bool; default False): with the C++ kernels (most with VNNI), models in bfloat16 round their inputs
-            to 8 bits, with a scale for every 64 columns of a row: faster prompts and batches at a small loss. With AMX
-            only batches of at most 32 tokens are rounded, as prompts are faster without.
+            to 8 bits, with a scale for every 64 columns of a row: faster prompts and batches at a small loss. Of every
+            64 the one that is more than twice as large as the others is not rounded, as outliers in LLM.int8(). With
+            AMX only batches of at most 32 tokens are rounded, as prompts are faster without.
         modules_to_not_convert (list of str; default None): globs (see `module_matches`) of modules to leave as they
             are, in addition to the output embedding and the modules tied to it.
         overrides (dict of glob -> fields; default None): other schemes for single modules, for example

@@ -216,7 +216,8 @@ def operations(capture) -> Counter:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", [4, None])
 def test_fused_instructions_have_the_bits_of_separate_ones(bits, dtype, monkeypatch, tmp_path, tier):
-    model = tiny_model("llama").to(dtype)
+    head_dim = 32 if dtype is torch.bfloat16 else 16  # halves of whole vectors, and less
+    model = tiny_model("llama", head_dim=head_dim).to(dtype)
     if bits:
         model.save_pretrained(tmp_path)
         config = WeightOnlyConfig(bits=bits, group_size=32)
@@ -249,6 +250,16 @@ def test_a_product_stays_behind_what_computes_its_weight():
         tensor.copy_(torch.randn(tensor.shape))
     for output, expected in zip(capture.replay(), (F.linear(x, base), F.linear(x, base * gate))):
         torch.testing.assert_close(output, expected, rtol=2**-7, atol=0.1)  # two roundings to bfloat16
+
+
+def test_many_elements_are_shared_by_threads(tier):
+    """Rows of more than one part, and columns that do not lie side by side."""
+    x, y = torch.randn(3, 5, 1300).bfloat16(), torch.randn(1300, 5).t()
+    capture = Capture(lambda: (x + x, x + y, 3 - y))
+    for tensor in (x, y):
+        tensor.copy_(torch.randn(tensor.shape))
+    for output, expected in zip(capture.replay(), (x + x, x + y, 3 - y)):
+        assert torch.equal(output, expected)
 
 
 def test_what_is_read_elsewhere_is_not_fused():

@@ -16,9 +16,18 @@ static void dequantize_tile(const DenseWeight &w, int64_t block, int blocks, int
     for (int b = 0; b < blocks; b++) {
         const int64_t row = (block + b) * LANES, count = std::min<int64_t>(LANES, w.rows - row);
         const uint16_t *from = w.data + row * w.width;
+        const int64_t ahead = row + 2 * LANES <= w.rows ? LANES * w.width : 0;  // to the next block
         for (int64_t step = first; step < last; step++) {
-            Words square[LANES] = {};
-            for (int64_t i = 0; i < count; i++) square[i] = *(const Words *)(from + i * w.width + step * w.COLUMNS);
+            Words square[LANES];
+            const uint16_t *at = from + step * w.COLUMNS;
+            if (count == LANES) {
+#pragma GCC unroll 16
+                for (int i = 0; i < LANES; i++, at += w.width) {
+                    __builtin_prefetch(at + ahead, 0, 2);
+                    square[i] = *(const Words *)at;
+                }
+            } else
+                for (int64_t i = 0; i < LANES; i++) square[i] = i < count ? *(const Words *)(at + i * w.width) : Words{};
             transpose(square);
             Floats *to = tile + (step - first) * LANES * blocks + b;
             for (int t = 0; t < LANES; t++) to[t * blocks] = (Floats)square[t];

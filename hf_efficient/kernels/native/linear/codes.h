@@ -149,6 +149,8 @@ static void dequantize_tile(const Matrix &w, int64_t block, int blocks, int64_t 
             const Floats scale = w.scales(block + b, g), offset = w.offsets(block + b, g);
             for (step = std::max(step, first), end = std::min(end, last); step < end; step++) {
                 Codes::Decoded values;
+                for (int i = 0; i < Codes::LINES; i++)
+                    __builtin_prefetch(w.line(block + b + 1, step) + 64 * i, 0, 2);
                 values.decode(w.codes, w.line(block + b, step));
 #if BF16_DOT
                 Floats *to = tile + (step - first) * Codes::PAIRS * blocks + b;

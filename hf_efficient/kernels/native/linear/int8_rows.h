@@ -1,5 +1,7 @@
 // Products of x rounded to int8, with a scale for at most SPAN columns of a row, and of codes as unsigned bytes. They
-// are summed as integers, so a row has the same bits alone and among others (int8_tiles.h has many others).
+// are summed as integers, so a row has the same bits alone and among others (int8_tiles.h has many others). A number
+// that is more than twice as large as the others of its segment is not rounded, and does not coarsen their scale:
+// outliers are kept as in LLM.int8() (Dettmers et al., https://arxiv.org/abs/2208.07339), but one a segment and row.
 
 #pragma once
 #include "codes.h"
@@ -39,12 +41,36 @@ struct Bytewise {
 struct Rounded {                 // rows of x
     const int8_t *codes;         // [rows, width], columns in the order of Bytewise
     const float *scales, *sums;  // [rows, segments]; sums of a segment's rounded numbers, whole
+    const float *outliers;       // [rows, segments], in units of the scale; 0 where there is none, and rounded to 0
+    const uint8_t *places;       // [rows, segments], of the outliers among the codes of a segment
     int64_t width, segments;
 };
 
-// plus: what is added to the rounded numbers, of which the low 8 bits are stored
-static void round_row(const Matrix &w, const uint16_t *x, const uint8_t (&order)[SPAN], int plus, int8_t *codes,
-                      float *scales, float *sums) {
+constexpr int OUTLIER = 2;                 // times the others of its segment
+constexpr float LARGEST_OUTLIER = 1e6f;    // times the others: beyond, they do not count
+
+// The index of the only number whose magnitude has these bits; -1 where there are several.
+static INLINE int only(const Floats (&values)[SPAN / LANES], int32_t bits) {
+    int32_t magnitudes[SPAN];
+    for (int i = 0; i < SPAN / LANES; i++) *(Ints *)(magnitudes + LANES * i) = (Ints)absolute(values[i]);
+    int found = -1;
+    for (int i = 0; i < SPAN; i++) {
+        if (magnitudes[i] != bits) continue;
+        if (found >= 0) return -1;
+        found = i;
+    }
+    return found;
+}
+
+static INLINE float from_bits(int32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+// plus: what is added to the rounded numbers, of which the low 8 bits are stored. place: the inverse of `order`.
+static void round_row(const Matrix &w, const uint16_t *x, const uint8_t (&order)[SPAN], const uint8_t (&place)[SPAN],
+                      int plus, int8_t *codes, float *scales, float *sums, float *outliers, uint8_t *places) {
     for_segments<SPAN>(w, [&](int64_t segment, int64_t, int64_t step, int64_t end) __attribute__((always_inline)) {
         const int64_t first = step * w.COLUMNS, last = end * w.COLUMNS, count = std::min(last, w.in_features) - first;
         Floats values[4];
@@ -55,8 +81,28 @@ static void round_row(const Matrix &w, const uint16_t *x, const uint8_t (&order)
             largest = maximum(largest, (Ints)absolute(values[i]));
         }
         const int32_t bits = highest(largest);
-        float most;
-        memcpy(&most, &bits, 4);
+        const Ints all_bits = largest * 0 + bits;
+        Ints others = {};
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            const Ints own = (Ints)absolute(values[i]);
+            others = maximum(others, own & (all_bits > own));
+        }
+        float most = from_bits(bits), outlier = 0;
+        const float second = from_bits(highest(others));
+        if (most > OUTLIER * second && second > most / LARGEST_OUTLIER) {
+            const int index = only(values, bits);
+            if (index >= 0) {
+                alignas(64) float all[SPAN];
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; i++) *(Floats *)(all + LANES * i) = values[i];
+                outlier = all[index] * (127 / second), all[index] = 0, most = second;
+                places[segment] = place[index];
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; i++) values[i] = *(const Floats *)(all + LANES * i);
+            }
+        }
+        outliers[segment] = outlier;
         const Floats factor = splat(most > 0 ? 127 / most : 0);
         alignas(64) int8_t bytes[SPAN];
         Ints sum_of_codes = {};
@@ -75,19 +121,22 @@ static void round_row(const Matrix &w, const uint16_t *x, const uint8_t (&order)
 static Rounded rounded(const Matrix &w, const uint16_t *x, int64_t rows, int plus) {
     int64_t segments = 0;
     for_segments<SPAN>(w, [&](int64_t, int64_t, int64_t, int64_t) { segments++; });
-    static thread_local Buffer all_codes, all_scales;
+    static thread_local Buffer all_codes, all_scales, all_places;
     int8_t *codes = all_codes.get<int8_t>(rows * w.width);
-    float *scales = all_scales.get<float>(2 * rows * segments), *sums = scales + rows * segments;
-    alignas(64) uint8_t order[SPAN];
+    float *scales = all_scales.get<float>(3 * rows * segments), *sums = scales + rows * segments;
+    float *outliers = sums + rows * segments;
+    uint8_t *places = all_places.get<uint8_t>(rows * segments);
+    alignas(64) uint8_t order[SPAN], place[SPAN];
     for (int i = 0; i < SPAN; i++) order[i] = i / w.COLUMNS * w.COLUMNS + Bytewise::column(i % w.COLUMNS);
+    for (int i = 0; i < SPAN; i++) place[order[i]] = i;
     auto some = [&](int64_t row, int64_t end) {
         for (; row < end; row++)
-            round_row(w, x + row * w.in_features, order, plus, codes + row * w.width, scales + row * segments,
-                      sums + row * segments);
+            round_row(w, x + row * w.in_features, order, place, plus, codes + row * w.width, scales + row * segments,
+                      sums + row * segments, outliers + row * segments, places + row * segments);
     };
     if (rows * w.width < ALONE) some(0, rows);
     else parallel(rows, some);
-    return {codes, scales, sums, w.width, segments};
+    return {codes, scales, sums, outliers, places, w.width, segments};
 }
 
 // sum[m][b] += M rows of x times a line of each of BLOCKS neighbouring blocks, `stride` bytes apart; the first products
@@ -127,16 +176,32 @@ template <class F> static INLINE void for_groups_of_rows(int64_t rows, F body) {
     if (rows > row) body(std::integral_constant<int, 1>(), row);
 }
 
+// The codes of 16 rows of W in a column: number `place` of the codes from `line` on.
+static INLINE Floats code_at(const uint8_t *line, int place) {
+    constexpr int A_LINE = 4 * Bytewise::VECTORS;
+    Words values[Bytewise::VECTORS];
+    Bytewise::decode(line + place / A_LINE * Codes::LINES * 64, values);
+    return to_floats((Ints)(values[place % A_LINE / 4] >> (place % 4 * 8) & 255u));
+}
+
+// weights: codes less the middle of their grid. rest: the middle less the zero point, where it is not that.
+static INLINE Floats plus_outlier(Floats products, Floats weights, bool has_rest, Floats rest, float outlier) {
+    if (has_rest) weights += rest;
+    return multiply_add(weights, splat(outlier), products);
+}
+
 template <int M, int BLOCKS>
 static INLINE void int8_rows(const Matrix &w, int64_t block, const Rounded &x, int64_t row, const Output &out) {
     constexpr int CHAINS = M * BLOCKS < 4 && Bytewise::VECTORS > 1 ? 2 : 1;  // sums that do not wait for each other
     const int64_t stride = w.line(1, 0) - w.line(0, 0);
     const int8_t *codes = x.codes + row * x.width;
     const float *scales = x.scales + row * x.segments, *sums = x.sums + row * x.segments;
+    const float *outliers = x.outliers + row * x.segments;
+    const uint8_t *places = x.places + row * x.segments;
     Floats totals[M][BLOCKS] = {};
     for_segments<SPAN>(w, [&](int64_t segment, int64_t g, int64_t step, int64_t end) __attribute__((always_inline)) {
         Ints sum[M][BLOCKS][CHAINS] = {};
-        const uint8_t *line = w.line(block, step);
+        const uint8_t *line = w.line(block, step), *const first = line;
         const int8_t *at = codes + step * w.COLUMNS;
         for (; step < end; step++, line += Codes::LINES * 64, at += w.COLUMNS)
             add_line(sum, line, stride, at, x.width, 0);
@@ -151,6 +216,10 @@ static INLINE void int8_rows(const Matrix &w, int64_t block, const Rounded &x, i
                 const float of_x = sums[m * x.segments + segment];
                 Floats products = to_floats(all) - middle * of_x;  // whole numbers below 2 ** 24: exact
                 if (w.zero_is_float) products += rest * of_x;
+                if (const float outlier = outliers[m * x.segments + segment]) {
+                    const Floats code = code_at(first + b * stride, places[m * x.segments + segment]);
+                    products = plus_outlier(products, code - middle, w.zero_is_float, rest, outlier);
+                }
                 totals[m][b] += products * (scale * scales[m * x.segments + segment]);
             }
         }

@@ -5,7 +5,7 @@
 #include "int8_rows.h"
 
 #if BYTE_DOT
-constexpr int INT8_TILE_ROWS = 6, INT8_TILE_BLOCKS = 4;  // sums that registers hold
+constexpr int INT8_TILE_ROWS = 8, INT8_TILE_BLOCKS = 3;  // sums that registers hold
 constexpr int LEAST_INT8_TILE_ROWS = 12;                 // of x: unpacking pays
 constexpr int ROWS_AN_INT8_UNIT = 256;                   // of x, which threads share
 
@@ -24,18 +24,21 @@ static void unpack(const Matrix &w, int64_t block, const ByteTile &tile) {
             Words middle = Words{} + MIDDLE_CODE * 0x01010101u;
             const int64_t index = ((block + b) * w.groups + g) * LANES;
             if (is_whole) middle = widen_words(*(const Bytes *)((const uint8_t *)w.zero + index)) * 0x01010101u;
-            Ints sum = {};
-            for (; step < end; step++) {
+            Ints sums[2] = {};  // that do not wait for each other
+            const uint8_t *line = w.line(block + b, step);
+            const int64_t ahead = w.line(1, 0) - w.line(0, 0);  // to the next block
+            for (; step < end; step++, line += Codes::LINES * 64) {
+                for (int i = 0; i < Codes::LINES; i++) __builtin_prefetch(line + ahead + 64 * i, 0, 2);
                 Words values[VECTORS];
-                Bytewise::decode(w.line(block + b, step), values);
+                Bytewise::decode(line, values);
 #pragma GCC unroll 8
                 for (int v = 0; v < VECTORS; v++) {
                     const Words weights = minus_bytes(values[v], middle);
                     tile.weights[(step * VECTORS + v) * tile.blocks + b] = weights;
-                    sum = plus_byte_dots(sum, splat_bytes(0x80808080u), weights);
+                    sums[v % 2] = plus_byte_dots(sums[v % 2], splat_bytes(0x80808080u), weights);
                 }
             }
-            tile.begin[segment * tile.blocks + b] = -sum;
+            tile.begin[segment * tile.blocks + b] = -(sums[0] + sums[1]);
         });
 }
 
@@ -44,6 +47,8 @@ static void int8_tile(const Matrix &w, int64_t block, const ByteTile &tile, cons
                       const Output &out) {
     constexpr int VECTORS = Bytewise::VECTORS;
     const float *scales = x.scales + row * x.segments, *sums = x.sums + row * x.segments;
+    const float *outliers = x.outliers + row * x.segments;
+    const uint8_t *places = x.places + row * x.segments;
     const bool has_rest = w.zero && (w.zero_is_float || BITS == 8);
     Floats totals[M][N] = {};
     for_segments<SPAN>(w, [&](int64_t segment, int64_t g, int64_t step, int64_t end) __attribute__((always_inline)) {
@@ -52,7 +57,7 @@ static void int8_tile(const Matrix &w, int64_t block, const ByteTile &tile, cons
         for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
             for (int b = 0; b < N; b++) sum[m][b] = tile.begin[segment * N + b];
-        const Words *at = tile.weights + step * VECTORS * N;
+        const Words *at = tile.weights + step * VECTORS * N, *const first = at;
         const int8_t *codes = x.codes + row * x.width + step * w.COLUMNS;
         for (int64_t left = (end - step) * VECTORS; left; left--, at += N, codes += 4) {
             Words weights[N];
@@ -75,6 +80,11 @@ static void int8_tile(const Matrix &w, int64_t block, const ByteTile &tile, cons
             for (int m = 0; m < M; m++) {
                 Floats products = to_floats(sum[m][b]);
                 if (has_rest) products += rest * sums[m * x.segments + segment];
+                if (const float outlier = outliers[m * x.segments + segment]) {
+                    const int place = places[m * x.segments + segment];
+                    const Ints shifted = (Ints)(first[place / 4 * N + b] << (24 - place % 4 * 8));
+                    products = plus_outlier(products, to_floats(shifted >> 24), has_rest, rest, outlier);
+                }
                 totals[m][b] += products * (scale * scales[m * x.segments + segment]);
             }
         }
@@ -104,7 +114,6 @@ static void int8_tiles(const Matrix *w, const Output *out, int count, const Roun
         unpack(w[i], block, tile);
         for (int64_t row = 0; row < rows; row += unit_rows) {
             const int64_t end = std::min(row + unit_rows, rows);
-            if (blocks == 4) int8_tile_rows<4>(w[i], block, tile, x, row, end, out[i]);
             if (blocks == 3) int8_tile_rows<3>(w[i], block, tile, x, row, end, out[i]);
             if (blocks == 2) int8_tile_rows<2>(w[i], block, tile, x, row, end, out[i]);
             if (blocks == 1) int8_tile_rows<1>(w[i], block, tile, x, row, end, out[i]);

@@ -42,7 +42,8 @@ struct Softmax {
             scores[b] = exp2(scores[b] - top);
             all += scores[b];
         }
-        const float correction = top == before ? 1.0f : exp2f(before - top);
+        // the first scores correct nothing; exp2f is slow where it underflows
+        const float correction = top == before ? 1.0f : before == LOWEST ? 0.0f : exp2f(before - top);
         total = std::fma(total, correction, sum(all));  // whatever a compiler would make of a product and a sum
         return correction;
     }

@@ -113,12 +113,25 @@ static SHARED void soften(const Biases &biases, const Visibility &sight, int64_t
                           const uint64_t *seen, const Floats *key_scales, Floats (*scores)[TILE_BLOCKS],
                           Softmax *softmax, float *corrections) {
     const AttentionCall &call = biases.call;
-    for (int64_t m = 0; m < call.height(); m++) {
+    const bool only_scales = !call.softcap && !biases.slopes && !key_scales && blocks == TILE_BLOCKS;
+    const float scale = call.softmax_scale * LOG2_E;
+    const int64_t rows = call.height(), width = call.width;
+    for (int64_t m = 0, query = 0; m < rows; m++, query = query + 1 == width ? 0 : query + 1) {
+        if (only_scales) {  // as below, in registers
+            Floats row[TILE_BLOCKS];
+#pragma GCC unroll 4
+            for (int b = 0; b < TILE_BLOCKS; b++)
+                row[b] = blend(seen[query] >> (b * LANES), scores[m][b] * scale, splat(-INFINITY));
+            corrections[m] = softmax[m].add(row, TILE_BLOCKS);
+#pragma GCC unroll 4
+            for (int b = 0; b < TILE_BLOCKS; b++) scores[m][b] = row[b];
+            continue;
+        }
         for (int64_t b = 0; b < blocks; b++) {
             Floats score = scores[m][b];
             if (key_scales) score *= key_scales[b];
             score = biases.apply(score, sight, m, start + b * LANES);
-            scores[m][b] = blend(seen[m % call.width] >> (b * LANES), score, splat(-INFINITY));
+            scores[m][b] = blend(seen[query] >> (b * LANES), score, splat(-INFINITY));
         }
         corrections[m] = softmax[m].add(scores[m], blocks);
     }

@@ -18,6 +18,8 @@ EXPORT_LAYOUTS(LAYOUT(Pages, data, scale, minimum, dim, groups, block_bytes, blo
                LAYOUT(RaggedCall, call, query_starts, tokens))
 
 constexpr int64_t SPAN = 256;           // tokens of a span at most
+constexpr int64_t PROMPT_SPAN = 1024;   // where so many queries of a prompt read it that combining costs
+constexpr int64_t LEAST_PROMPT = 32;    // queries
 constexpr int64_t SPAN_BYTES = 1 << 18;  // of keys and values of a span at most, of all heads
 constexpr int64_t TILE_BYTES = 1 << 17;  // of a tile of all heads, up to which one thread takes all heads of a span
 constexpr int64_t PARTIALS = 1 << 22;   // floats of all spans' results; beyond that spans become longer
@@ -68,11 +70,12 @@ static void combine(const AttentionCall &call, const Schedule &schedule, const R
         float top = std::max(LOWEST, sink);
         for (int64_t span = schedule.first[sequence]; span < schedule.first[sequence + 1]; span++)
             top = std::max(top, results.of(span * call.heads + head).softmax[m].top);
-        float total = exp2f(sink - top);
-        Floats sums[16] = {};
+        float total = sink == -INFINITY ? 0.0f : exp2f(sink - top);
+        Floats sums[16];
+        for (int64_t v = 0; v < channels.vectors; v++) sums[v] = Floats{};  // those alone: 16 are written by a slow loop
         for (int64_t span = schedule.first[sequence]; span < schedule.first[sequence + 1]; span++) {
             const Partial part = results.of(span * call.heads + head);
-            const float weight = exp2f(part.softmax[m].top - top);
+            const float weight = part.softmax[m].top == top ? 1.0f : exp2f(part.softmax[m].top - top);
             total += part.softmax[m].total * weight;
             for (int64_t v = 0; v < channels.vectors; v++) {
                 const int64_t block = channels.block_of[v];
@@ -105,6 +108,7 @@ static void attend(const AttentionCall &call, const Reader &pages, const Reader 
     const int64_t token_bytes = call.heads * (pages.key_bytes + pages.value_bytes);
     const int64_t cached = SPAN_BYTES / token_bytes / TILE_TOKENS * TILE_TOKENS;
     int64_t longest = std::max<int64_t>(TILE_TOKENS, std::min<int64_t>(SPAN, cached)), total = 0;
+    if (call.width >= LEAST_PROMPT) longest = PROMPT_SPAN;
     for (int64_t sequence = 0; sequence < call.batch; sequence++) total += call.length(sequence);
     while (total / longest * call.heads * of_unit * TILE_BLOCKS * LANES > PARTIALS) longest *= 2;
     const Schedule schedule(call, longest);

@@ -87,21 +87,47 @@ static void compute(const Instruction &in, int64_t op, float *x, const float *b,
     }
 }
 
-static void elementwise(const Instruction &in) {
-    float x[CHUNK], b[CHUNK];
-    const bool has_b = in.op >= ADD;
-    if (has_b && !in.b.data)
-        for (float &value : b) value = in.beta;
-    for_rows(in.sizes, [&](const int64_t *at) {
-        for (int64_t first = 0; first < in.sizes[3]; first += CHUNK) {
-            const int64_t count = std::min<int64_t>(CHUNK, in.sizes[3] - first);
-            load(x, in.a.data, in.a.type, offset(in.a.strides, at) + first * in.a.strides[3], in.a.strides[3], count);
-            if (has_b && in.b.data)
-                load(b, in.b.data, in.b.type, offset(in.b.strides, at) + first * in.b.strides[3], in.b.strides[3],
-                     count);
-            compute(in, in.op, x, b, count);
-            store(x, in.y.data, in.y.type, offset(in.y.strides, at) + first * in.y.strides[3], in.y.strides[3], count);
+// Calls body(at, first, end) for elements [first, end) of the row that begins at index `at`, at most `most` at once:
+// from several threads where there are enough elements.
+template <class F> static INLINE void for_many_parts(const Instruction &in, int64_t most, F body) {
+    constexpr int64_t WORTH_IT = 1 << 13;  // elements
+    const int64_t *sizes = in.sizes, parts = ceil_div(sizes[3], most);
+    const int64_t units = sizes[0] * sizes[1] * sizes[2] * parts;
+    auto some = [&](int64_t unit, int64_t end) {
+        int64_t row = unit / parts, part = unit % parts;
+        int64_t at[3] = {row / (sizes[1] * sizes[2]), row / sizes[2] % sizes[1], row % sizes[2]};
+        for (; unit < end; unit++) {
+            body(at, part * most, std::min(part * most + most, sizes[3]));
+            if (++part < parts) continue;
+            part = 0;
+            if (++at[2] < sizes[2]) continue;
+            at[2] = 0;
+            if (++at[1] == sizes[1]) at[1] = 0, at[0]++;
         }
+    };
+    if (units / parts * sizes[3] < WORTH_IT) some(0, units);
+    else parallel(units, some);
+}
+
+static INLINE void load_row(float *x, const Operand &from, const int64_t *at, int64_t first, int64_t count) {
+    load(x, from.data, from.type, offset(from.strides, at) + first * from.strides[3], from.strides[3], count);
+}
+
+static INLINE void store_row(const float *x, const Operand &to, const int64_t *at, int64_t first, int64_t count) {
+    store(x, to.data, to.type, offset(to.strides, at) + first * to.strides[3], to.strides[3], count);
+}
+
+static void elementwise(const Instruction &in) {
+    const bool has_b = in.op >= ADD;
+    for_many_parts(in, CHUNK, [&](const int64_t *at, int64_t first, int64_t end) {
+        float x[CHUNK], b[CHUNK];
+        const int64_t count = end - first;
+        load_row(x, in.a, at, first, count);
+        if (has_b && in.b.data) load_row(b, in.b, at, first, count);
+        else if (has_b)
+            for (int64_t i = 0; i < count; i += LANES) *(Floats *)(b + i) = splat(in.beta);
+        compute(in, in.op, x, b, count);
+        store_row(x, in.y, at, first, count);
     });
 }
 
@@ -122,26 +148,8 @@ static void reduce(const Instruction &in) {
     });
 }
 
-// Calls body(at) as for_rows does, from several threads where there are enough elements.
 template <class F> static INLINE void for_many_rows(const Instruction &in, F body) {
-    constexpr int64_t WORTH_IT = 1 << 13;  // elements
-    const int64_t *sizes = in.sizes, rows = sizes[0] * sizes[1] * sizes[2];
-    auto some = [&](int64_t row, int64_t end) {
-        for (; row < end; row++) {
-            const int64_t at[3] = {row / (sizes[1] * sizes[2]), row / sizes[2] % sizes[1], row % sizes[2]};
-            body(at);
-        }
-    };
-    if (rows * sizes[3] < WORTH_IT) some(0, rows);
-    else parallel(rows, some);
-}
-
-static INLINE void load_row(float *x, const Operand &from, const int64_t *at, int64_t first, int64_t count) {
-    load(x, from.data, from.type, offset(from.strides, at) + first * from.strides[3], from.strides[3], count);
-}
-
-static INLINE void store_row(const float *x, const Operand &to, const int64_t *at, int64_t first, int64_t count) {
-    store(x, to.data, to.type, offset(to.strides, at) + first * to.strides[3], to.strides[3], count);
+    for_many_parts(in, in.sizes[3], [&](const int64_t *at, int64_t, int64_t) { body(at); });
 }
 
 static INLINE void round_to(int64_t type, float *x, int64_t count) {
@@ -180,7 +188,35 @@ static void rms_norm(const Instruction &in) {
     });
 }
 
+static INLINE Floats rounded_to_bfloat16(Floats x) { return widen(narrow(x)); }
+
+// As `rotary`, in bfloat16 with every element beside the next, and whole vectors of each half.
+static void rotary_in_vectors(const Instruction &in) {
+    const int64_t dim = in.sizes[3], half = dim / 2;
+    for_many_rows(in, [&](const int64_t *at) {
+        auto row = [&](const Operand &of) { return (uint16_t *)of.data + offset(of.strides, at); };
+        const uint16_t *x = row(in.a), *cosine = row(in.b), *sine = row(in.c);
+        uint16_t *y = row(in.y);
+        for (int64_t i = 0; i < half; i += LANES) {
+            auto values = [&](const uint16_t *from) { return widen(*(const Halves *)(from + i)); };
+            const Floats low = values(x), high = values(x + half);
+            const Floats straight[2] = {low * values(cosine), high * values(cosine + half)};
+            const Floats turned[2] = {-high * values(sine), low * values(sine + half)};
+            for (int part = 0; part < 2; part++)
+                *(Halves *)(y + part * half + i) =
+                    narrow(rounded_to_bfloat16(straight[part]) + rounded_to_bfloat16(turned[part]));
+        }
+    });
+}
+
+static bool is_in_vectors(const Instruction &in) {
+    for (const Operand *of : {&in.y, &in.a, &in.b, &in.c})
+        if (of->type != BFLOAT16 || of->strides[3] != 1) return false;
+    return in.sizes[3] % (2 * LANES) == 0;
+}
+
 static void rotary(const Instruction &in) {
+    if (is_in_vectors(in)) return rotary_in_vectors(in);
     const int64_t dim = in.sizes[3], half = dim / 2;
     for_many_rows(in, [&](const int64_t *at) {
         static thread_local Buffer buffer;
@@ -204,17 +240,15 @@ static void rotary(const Instruction &in) {
 }
 
 static void gated(const Instruction &in) {
-    for_many_rows(in, [&](const int64_t *at) {
+    for_many_parts(in, CHUNK, [&](const int64_t *at, int64_t first, int64_t end) {
         float x[CHUNK], b[CHUNK];
-        for (int64_t first = 0; first < in.sizes[3]; first += CHUNK) {
-            const int64_t count = std::min<int64_t>(CHUNK, in.sizes[3] - first);
-            load_row(x, in.a, at, first, count);
-            compute(in, in.alpha, x, b, count);
-            round_to(in.c.type, x, count);
-            load_row(b, in.b, at, first, count);
-            compute(in, MUL, x, b, count);
-            store_row(x, in.y, at, first, count);
-        }
+        const int64_t count = end - first;
+        load_row(x, in.a, at, first, count);
+        compute(in, in.alpha, x, b, count);
+        round_to(in.c.type, x, count);
+        load_row(b, in.b, at, first, count);
+        compute(in, MUL, x, b, count);
+        store_row(x, in.y, at, first, count);
     });
 }
 
