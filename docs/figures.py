@@ -240,12 +240,32 @@ def environments() -> str:
         versions = [found["versions"].get(name, "") for name in ("transformers", "torch")]
         for feature in found["needs_later"]:
             later.setdefault(feature, []).append(path.stem)
-        counts = [found["passed"], len(found["failed"]), len(found["needs_later"]), sum(found["skipped"].values())]
+        counts = [
+            found["passed"],
+            sum(found["needs_later"].values()),
+            len(found["failed"]),
+            sum(found["skipped"].values()),
+        ]
         rows.append([path.stem, *versions, found["python"], *map(str, counts)])
-    header = "environment | transformers | torch | Python | passed | failed | missing features | skipped"
+    header = "environment | transformers | torch | Python | passed | refused by name | failed | skipped"
     features = [f"- {feature}: {', '.join(names)}." for feature, names in sorted(later.items())]
-    parts = [markdown(header, "llllrrrr", rows), "\n".join(absent), *(["Missing features:"] if features else [])]
+    parts = [
+        markdown(header, "llllrrrr", rows),
+        "\n".join(absent),
+        *(["What is refused by name, or runs as transformers runs it:"] if features else []),
+    ]
     return "\n\n".join(part for part in (*parts, "\n".join(features)) if part)
+
+
+def upstream() -> str:
+    """transformers' own tests with and without `import hf_efficient`."""
+    rows = []
+    for found in load("upstream"):
+        without, with_us = found["without"], found["with"]
+        counts = [without.get("passed", 0), with_us.get("passed", 0), found["refused"], found["different"]]
+        rows.append([found["target"], found["transformers"], *map(str, counts)])
+    header = "tests | transformers | passed without | passed with | refused by name | different"
+    return markdown(header, "llrrrr", rows)
 
 
 def import_time() -> str:
@@ -273,6 +293,7 @@ FIGURES = {
     "demo": demo,
     "environments": environments,
     "import_time": import_time,
+    "upstream": upstream,
 }
 
 

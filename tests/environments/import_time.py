@@ -21,7 +21,7 @@ from run import ROOT, versions
 from hf_efficient.evaluation.environment import describe
 
 
-RUNS = 7
+RUNS = 5
 MODELS = "from transformers import AutoModelForCausalLM, LlamaForCausalLM"
 WAYS = {
     "nothing": "pass",

@@ -32,7 +32,9 @@ import sys
 import refusals
 
 
-HERE = pathlib.Path(__file__).parent
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+RECORD = ROOT / "benchmarks" / "results" / "upstream.json"
 MODELS = (
     "llama qwen3 mistral gemma2 gemma3 gpt2 opt phi3 gpt_neox mixtral qwen2_moe qwen3_moe gpt_oss cohere olmo2 falcon "
     "bloom t5 bart whisper llava"
@@ -55,6 +57,9 @@ def main() -> int:
     parser.add_argument("--targets", nargs="+", default=[*MODELS, *FILES])
     parser.add_argument("--tests", nargs="+", default=[], help="only these test ids, of one target")
     parser.add_argument(
+        "--record", action="store_true", help=f"counts go into {RECORD.relative_to(ROOT)}, for the docs"
+    )
+    parser.add_argument(
         "-m", default="not is_fsdp_test and not is_tensor_parallel_test", help="pytest's marker expression"
     )
     options = parser.parse_args()
@@ -69,6 +74,8 @@ def main() -> int:
         for mode in options.modes:
             results.append(Comparison(options, target, mode).run())
             write(results, options.output)
+            if options.record:
+                record(results[-1])
             print(line(results[-1]), flush=True)
     return int(any(result["different"] or any(result["twins"].get(kind) for kind in FAULTS) for result in results))
 
@@ -241,6 +248,20 @@ class Records:
                 tests = result[kind].setdefault(text, {"count": 0, "first": entry["test"]})
                 tests["count"] += 1
         return result if self.entries else {}
+
+
+def record(result: dict) -> None:
+    """Keeps the counts of `result` in `RECORD`, in place of those of the same target, mode and release."""
+    import transformers
+
+    kept = json.loads(RECORD.read_text()) if RECORD.exists() else []
+    key = {"transformers": transformers.__version__, "target": result["target"], "mode": result["mode"]}
+    kept = [row for row in kept if not key.items() <= row.items()]
+    counts = {name: len(result[name]) for name in ("refused", "unsteady", "different")}
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    row = {**key, "without": result["plain"], "with": result["run"], **counts, "commit": commit}
+    kept = sorted([*kept, row], key=lambda row: (row["transformers"], row["mode"], row["target"]))
+    RECORD.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def line(result: dict) -> str:
