@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.import_utils import is_serve_available
 
 from hf_efficient import WeightOnlyConfig
+from hf_efficient.integrations.transformers_releases import has
 
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -38,7 +39,9 @@ RUNS = {
     "evaluate_lm_eval": (["--tasks", "local", "--include-path", "tasks", "--limit", "2"], None),
 }  # fmt: skip
 MISSING = {  # script -> why it cannot run here
-    "serve_and_call": None if is_serve_available() else "needs pip install 'transformers[serving]'",
+    "serve_and_call": None
+    if is_serve_available() and has("5.17")
+    else "needs pip install 'transformers[serving]', 5.17 or later",
     "evaluate_lm_eval": None if importlib.util.find_spec("lm_eval") else "needs pip install lm_eval",
 }
 

@@ -25,7 +25,8 @@ def run(options: argparse.Namespace) -> Callable[[], int | None]:
     """The server, to be called in this process. Prints its address, what it will take, and how to ask it.
 
     Raises:
-        ValueError: for a model that does not fit into memory, with the plan; for arguments that are not allowed.
+        ValueError: for a model that does not fit into memory, with the plan; for arguments that are not allowed; with
+            transformers 5.16.
         ImportError: without what `transformers serve` needs.
     """
     import hf_efficient
@@ -54,6 +55,9 @@ def run(options: argparse.Namespace) -> Callable[[], int | None]:
 def _check_installed() -> None:
     from transformers.utils.import_utils import is_serve_available
 
+    from hf_efficient.integrations.transformers_releases import needs
+
+    needs("5.17", "serve")  # whose server takes the attention of others
     if not is_serve_available():
         raise ImportError("serve needs what `transformers serve` does: pip install 'transformers[serving]'")
 

@@ -18,12 +18,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.import_utils import is_serve_available
 
 from hf_efficient import WeightOnlyConfig
+from hf_efficient.cli import serve
+from hf_efficient.integrations import transformers_releases
 
 
 PROMPT = "The river runs"
 needs_serving = pytest.mark.skipif(
-    not is_serve_available(), reason="needs fastapi, uvicorn and what else `transformers serve` does"
+    not is_serve_available() or not transformers_releases.has("5.17"),
+    reason="needs fastapi, uvicorn and what else `transformers serve` does"
+    if transformers_releases.has("5.17")
+    else "serve needs transformers 5.17",
 )
+
+
+def test_the_oldest_release_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(transformers_releases, "version", lambda: "5.16.1")
+    monkeypatch.setattr(transformers_releases, "has", lambda release: False)
+    with pytest.raises(ValueError, match="serve needs transformers 5.17 or later; installed is 5.16.1"):
+        serve._check_installed()
 
 
 @pytest.fixture(scope="module")
