@@ -328,10 +328,8 @@ def _check_own_format(scheme: dict[str, Any]) -> None:
     check(is_integer(bits, 1) and bits in allowed, "bits", bits, f"one of {allowed} for method={method!r}")
     only = dict(codebook=None, int8_on_cpu=False, mixed_precision=False, zero_point="integer", scale_dtype=None)
     only["symmetric"] = method != "slim_llm"
-    if method in ("pb_llm", "slim_llm"):
-        only["refine"] = False
     if method == "pb_llm":
-        only["group_size"] = -1
+        only |= dict(group_size=-1, refine=False)
     for field, value in only.items():
         check(scheme[field] == value, field, scheme[field], f"{value!r} for method={method!r}")
     smallest = 8 if method == "slim_llm" else -1

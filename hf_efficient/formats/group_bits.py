@@ -63,6 +63,14 @@ class GroupBitsFormat(Format):
         parts = zip(codes.split(self.group_size, 1), group_bits.tolist())
         return torch.cat([pack_codes(part, bits) for part, bits in parts], 1)
 
+    def levels_of(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The largest code of each group, float32 [G, 1]."""
+        return (2.0 ** tensors["group_bits"].float() - 1)[:, None]
+
+    def with_codes(self, codes: torch.Tensor, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """`tensors` with other codes, uint8 [N, K]."""
+        return {**tensors, "qweight": self.pack(codes, tensors["group_bits"])}
+
     def codes(self, tensors: dict[str, torch.Tensor], in_features: int) -> torch.Tensor:
         """Canonical tensors -> uint8 codes [..., N, in_features]."""
         qweight, bits = tensors["qweight"], tensors["group_bits"]

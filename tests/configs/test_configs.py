@@ -41,7 +41,7 @@ from hf_efficient.configs import module_matches
         (dict(method="db_llm", bits=2, symmetric=False), ["symmetric=False", "True for method='db_llm'"]),
         (dict(method="slim_llm"), ["bits=4", "(2, 3) for method='slim_llm'"]),
         (dict(method="slim_llm", bits=3, group_size=-1), ["group_size=-1", "from 8 on for method='slim_llm'"]),
-        (dict(method="slim_llm", bits=3, refine=True), ["refine=True", "False for method='slim_llm'"]),
+        (dict(method="pb_llm", bits=1, refine=True), ["refine=True", "False for method='pb_llm'"]),
         (dict(bits=1), ["bits=1", "(2, 3, 4, 8)"]),
         (dict(double_quantization=True), ["double_quantization=True", "codebook"]),
         (dict(codebook="nf4", method="awq"), ["method='awq'", "nf4"]),

@@ -7,8 +7,10 @@ import pytest
 import torch
 from format_checks import check_declared
 from helpers import assert_close
+from torch import nn
 
 from hf_efficient import methods
+from hf_efficient.calibration.refine import tuned_weight
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.group_bits import GroupBitsFormat
 from hf_efficient.methods._error_feedback import output_error
@@ -63,6 +65,30 @@ def test_the_output_error_is_lower_than_with_equal_bits():
         rounded = format.dequantize(methods.quantize(weight, format, method, inputs), 256, torch.float32)
         errors.append(output_error(weight, rounded, hessian).sum())
     assert errors[0] < 0.7 * errors[1]
+
+
+def test_refinement_moves_codes_of_each_group_within_its_bits():
+    format, (weight, hessian) = GroupBitsFormat(3, 32), case(200)
+    tensors = methods.quantize(weight, format, "slim_llm", SimpleNamespace(hessian=hessian))
+    module = nn.Linear(200, 40, bias=False)
+    module.weight.data.copy_(weight)
+    tuned = tuned_weight(module, format, tensors)
+    assert torch.equal(tuned.tensors()["qweight"], tensors["qweight"])
+    dense = format.dequantize(tensors, 200, torch.float32)
+    torch.testing.assert_close(tuned(), dense)
+    optimizer = torch.optim.Adam(tuned.groups())
+    for group, rate in zip(optimizer.param_groups, (0.3, 0.05)):  # far enough to reach the ends
+        group["lr"] = rate
+    for _ in range(20):
+        optimizer.zero_grad()
+        (tuned() - 2 * dense).square().sum().backward()
+        optimizer.step()
+    after = tuned.tensors()
+    format.check(after, 200)
+    moved = format.codes(after, 200).split(32, 1)
+    assert all(codes.max() <= levels for codes, levels in zip(moved, format.levels_of(after)))
+    torch.testing.assert_close(format.dequantize(after, 200, torch.float32), tuned().detach())
+    assert (tuned() - 2 * dense).norm() < 0.7 * dense.norm()
 
 
 def test_bits_go_where_they_save_most():
