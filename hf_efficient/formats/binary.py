@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_efficient.formats.affine import AffineFormat
-from hf_efficient.formats.base import Format
+from hf_efficient.formats.base import Format, even_mask
 from hf_efficient.formats.grouped_codes import GroupedCodes
 from hf_efficient.kernels.linear.codes import expand_groups, pack_codes, packed_width, unpack_codes
 from hf_efficient.kernels.linear.layout import UnpackedLayout
@@ -162,6 +162,10 @@ class PartlyBinaryFormat(BinaryFormat):
         marks = unpack_codes(tensors["bitmap"], 1, in_features).flatten(-2).sum(-1)
         if (marks != tensors["values"].shape[-1]).any():
             raise ValueError(f"bitmap marks {marks.tolist()} weights, values holds {tensors['values'].shape[-1]}")
+
+    def blank(self, out_features, in_features, dtype):
+        mask = even_mask(out_features, in_features, self.salient(out_features, in_features))
+        return {**super().blank(out_features, in_features, dtype), "bitmap": pack_codes(mask.to(torch.uint8), 1)}
 
     def pack(self, integers: torch.Tensor, salient: torch.Tensor) -> dict[str, torch.Tensor]:
         """int8 [N, K] and which are salient, bool [N, K] -> "qweight", "values" and "bitmap"."""

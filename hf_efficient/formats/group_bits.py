@@ -47,6 +47,10 @@ class GroupBitsFormat(Format):
         unsigned = dict.fromkeys(("qweight", "zero_point", "group_bits"), torch.uint8)
         return {**unsigned, "scale": dtype}
 
+    def blank(self, out_features, in_features, dtype):
+        tensors = super().blank(out_features, in_features, dtype)
+        return {**tensors, "group_bits": torch.full_like(tensors["group_bits"], self.bits)}
+
     def check(self, tensors, in_features):
         super().check(tensors, in_features)
         bits, zero = tensors["group_bits"], tensors["zero_point"]
