@@ -7,7 +7,7 @@ import torch
 from hf_efficient.formats.affine import AffineFormat
 from hf_efficient.formats.base import Format
 from hf_efficient.kernels.linear.codes import pack_codes, packed_width, unpack_codes
-from hf_efficient.kernels.linear.layout import UnpackedLayout
+from hf_efficient.kernels.linear.layout import RestoredLayout
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,7 @@ class GroupBitsFormat(Format):
     Canonical tensors: "group_bits" uint8 [G], the bits of each group of columns; "qweight" uint8 [N, W], the codes of
     one group after the other, each from a byte of its own on; "scale" [N, G] and "zero_point" uint8 [N, G].
 
-    The kernels of the next larger number of bits multiply it: in memory it takes their bits besides those that are
-    stored.
+    The kernels of the next larger number of bits multiply it, and its codes have as many bits in memory.
 
     bits: 2 or 3. group_size: a positive multiple of 8."""
 
@@ -93,8 +92,17 @@ class GroupBitsFormat(Format):
         return self.widest.dequantize(self._unpacked(tensors, in_features), in_features, dtype)
 
     def layout(self, tensors, in_features, dtype):
-        layout = self.widest.layout(self._unpacked(tensors, in_features), in_features, dtype)
-        return UnpackedLayout(layout) if layout.tensors else self.dequantized_layout(tensors, in_features, dtype)
+        layout, bits = (
+            self.widest.layout(self._unpacked(tensors, in_features), in_features, dtype),
+            tensors["group_bits"],
+        )
+        if not layout.replaces_qweight:
+            return self.dequantized_layout(tensors, in_features, dtype)
+
+        def restore(layout):
+            return self.pack(self.widest.unpack(layout.canonical(), in_features), bits)
+
+        return RestoredLayout(layout, restore)
 
     def _unpacked(self, tensors, in_features) -> dict[str, torch.Tensor]:
         """The canonical tensors of `widest`."""

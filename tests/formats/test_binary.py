@@ -12,6 +12,7 @@ from torch import nn
 from hf_efficient import methods
 from hf_efficient.calibration.refine_binary import TwoBitWeight
 from hf_efficient.formats.binary import DualBinaryFormat, PartlyBinaryFormat, SplitBinaryFormat, of_method
+from hf_efficient.kernels.linear.layout import RestoredLayout
 from hf_efficient.methods._error_feedback import output_error
 from hf_efficient.methods.billm import split_magnitudes
 from hf_efficient.methods.db_llm import dual_factors
@@ -71,6 +72,7 @@ def test_a_weight_in_the_format(method):
     layout, x = format.layout(tensors, COLUMNS, torch.bfloat16), torch.randn(3, COLUMNS).bfloat16()
     dense = format.dequantize(tensors, COLUMNS, torch.float64)
     assert_close(layout.matmul(x), x.double() @ dense.t(), 0.01, 0.2, "bfloat16 results")
+    assert type(layout) is RestoredLayout and torch.equal(layout.canonical(), tensors["qweight"])
     for name, bad in (("factors", -128), ("values", -128), ("magnitude", -1), ("bitmap", 0)):
         if name in tensors:
             with pytest.raises(ValueError, match=name):
@@ -81,7 +83,7 @@ def test_a_weight_in_the_format(method):
 @pytest.mark.parametrize("method", GROUPS)
 def test_on_a_gpu(method):
     format, tensors = made(method, torch.bfloat16)
-    check_on_a_gpu(format, tensors, COLUMNS, None, 0.01)
+    check_on_a_gpu(format, tensors, COLUMNS, RestoredLayout, 0.01)
 
 
 def test_bits_of_a_weight():
