@@ -32,7 +32,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--bits",
         type=_bits,
-        help="bits of a weight: 2, 3, 4 (default) or 8, with --codebook trellis also 2.5 and 3.5, with --method pb_llm 1",
+        help="bits of a weight: 2, 3, 4 (default) or 8; 2.5 and 3.5 with --codebook trellis, 1 with --method pb_llm",
     )
     command.add_argument(
         "--quality",
