@@ -22,6 +22,8 @@ _INT8 = AffineFormat(8, -1, True)
 class BinaryFormat(Format):
     """What the formats share: "scale" [N, 1], and `integers`."""
 
+    whole = "its magnitudes are steps of whole rows"
+
     def integers(self, tensors: dict[str, torch.Tensor], in_features: int) -> torch.Tensor:
         """The weight in steps of its rows: int8 [..., N, in_features]."""
         raise NotImplementedError
@@ -89,7 +91,6 @@ class SplitBinaryFormat(TwoBitFormat):
 
     group_size: int
     KINDS = 4
-    whole = "the marks of salient columns belong to all rows"
 
     def shapes(self, out_features, in_features):
         return {**super().shapes(out_features, in_features), "salient": (1, packed_width(in_features, 1))}
@@ -156,8 +157,6 @@ class PartlyBinaryFormat(BinaryFormat):
     Canonical tensors: "bitmap" uint8 [N, ceil(K / 8)], a bit for each weight, set where it is salient; "qweight" uint8,
     a bit (1: negative) for each of the other weights, row after row; "values" int8, the salient ones; "magnitude" int8
     [N, 1], that of the others, and "scale" [N, 1]."""
-
-    whole = "the weights of all rows stand in one row of bits"
 
     def salient(self, out_features: int, in_features: int) -> int:
         """How many weights are salient."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_efficient import methods
 from hf_efficient.calibration.refine import tuned_weight
+from hf_efficient.compression.recovery.coded_weights import coded_weight
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.group_bits import GroupBitsFormat
 from hf_efficient.methods._error_feedback import output_error
@@ -51,6 +52,8 @@ def test_a_weight_in_the_format(bits, columns):
     assert_close(layout.matmul(x), x.double() @ dense.t(), 0.01, 0.3, "bfloat16 results")
     with pytest.raises(ValueError, match="group_bits"):
         format.check({**tensors, "group_bits": tensors["group_bits"].flip(0) + 1}, columns)
+    with pytest.raises(ValueError, match="bits a group"):
+        coded_weight(format, tensors, columns, torch.bfloat16)
     with pytest.raises(ValueError, match="zero_point"):
         format.check({**tensors, "zero_point": tensors["zero_point"] + 16}, columns)
 
