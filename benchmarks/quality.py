@@ -93,6 +93,9 @@ def rows() -> dict[str, dict | None]:
     for method in ("billm", "db_llm"):
         binary = weight_only(2, "auto", method=method)
         table |= {method: binary, f"{method} refine": {**binary, "refine": True}}
+    for bits in (3, 2):
+        slim = weight_only(bits, 64, method="slim_llm")
+        table |= {f"slim_llm {bits} bits g64": slim, f"slim_llm {bits} bits g64 refine": {**slim, "refine": True}}
     table["pb_llm"] = weight_only(1, "auto", method="pb_llm")
     for method in ("absmax", "zeropoint", "smoothquant", "llm_int8"):
         table[f"w8a8 int8 {method}"] = w8a8(method=method)

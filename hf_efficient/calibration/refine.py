@@ -20,6 +20,7 @@ from hf_efficient.calibration.refine_trellis import TrellisWeight
 from hf_efficient.calibration.transformed_weight import to_plain, to_stored
 from hf_efficient.calibration.tuning import TunedWeight, refine_linears
 from hf_efficient.formats import AffineFormat
+from hf_efficient.formats.group_bits import GroupBitsFormat
 from hf_efficient.methods import inner_format
 
 
@@ -56,11 +57,12 @@ def refine_block(block: Block, targets: list[torch.Tensor], epochs: float | None
 class _AffineWeight(TunedWeight):
     """The parameters are `codes`, float32 [N, G, group] (u above), and `log_scale`, float32 [N, G]."""
 
-    FORMATS = (AffineFormat,)
+    FORMATS = (AffineFormat, GroupBitsFormat)
 
     def __init__(self, module: nn.Module, format, tensors: dict[str, torch.Tensor]):
         self.format, self.start, self.dtype = format, tensors, module.weight.dtype
-        self.affine: AffineFormat = inner_format(format)
+        self.affine: AffineFormat | GroupBitsFormat = inner_format(format)
+        self.levels = self.affine.levels_of(tensors)
         weight = to_stored(weight_of(module).float(), format, tensors)
         self.columns, self.scale = weight.shape[1], tensors["scale"].float()
         width = self.columns if self.affine.group_size in (None, -1) else min(self.affine.group_size, self.columns)
@@ -68,8 +70,9 @@ class _AffineWeight(TunedWeight):
         def grouped(x):
             return F.pad(x.float(), (0, -self.columns % width)).unflatten(1, (-1, width))
 
-        self.zero = tensors.get("zero_point", torch.full_like(self.scale, (self.affine.levels + 1) / 2)).float()
-        codes = grouped(self.affine.unpack(tensors["qweight"], self.columns)).sub_(self.zero[..., None])
+        symmetric = "zero_point" not in tensors
+        self.zero = torch.full_like(self.scale, (self.levels + 1) / 2) if symmetric else tensors["zero_point"].float()
+        codes = grouped(self.affine.codes(tensors, self.columns)).sub_(self.zero[..., None])
         exact = grouped(weight).div_(self.scale[..., None])
         self.codes = (codes + (exact - codes).clamp_(-_MARGIN, _MARGIN)).requires_grad_()
         self.log_scale = torch.zeros_like(self.scale).requires_grad_()
@@ -82,15 +85,15 @@ class _AffineWeight(TunedWeight):
 
     def compute(self) -> torch.Tensor:
         scale = self._stored_scale().expand(len(self.codes), -1)  # [1, 1] where the tensor has one scale
-        weight = _FakeQuantize.apply(self.codes, scale, self.zero, self.affine.levels, self.dtype)
+        weight = _FakeQuantize.apply(self.codes, scale, self.zero, self.levels, self.dtype)
         weight = weight.flatten(1)[:, : self.columns]
         return to_plain(weight, self.format, self.start).to(self.dtype)
 
     @torch.no_grad()
     def tensors(self) -> dict[str, torch.Tensor]:
-        codes = _clamped(self.codes.round(), self.zero[..., None], self.affine.levels) + self.zero[..., None]
+        codes = _clamped(self.codes.round(), self.zero[..., None], self.levels) + self.zero[..., None]
         codes = codes.to(torch.uint8).flatten(1)[:, : self.columns]
-        return {**self.start, "qweight": self.affine.pack(codes), "scale": self._stored_scale().to(self.dtype)}
+        return {**self.start, **self.affine.with_codes(codes, self.start), "scale": self._stored_scale().to(self.dtype)}
 
 
 _TUNED = {
@@ -112,7 +115,7 @@ def tuned_weight(module: nn.Module, format, tensors: dict[str, torch.Tensor]) ->
 
 class _FakeQuantize(torch.autograd.Function):
     """codes float32 [N, G, g] in signed steps, scale float32 [N, G], zero (integers in float32, [N, G] or [1, 1]) ->
-    float32 weight [N, G, g], rounded as it will be stored."""
+    float32 weight [N, G, g], rounded as it will be stored. levels: the largest code, one number or float32 [G, 1]."""
 
     @staticmethod
     def forward(ctx, codes, scale, zero, levels, dtype):
@@ -125,11 +128,17 @@ class _FakeQuantize(torch.autograd.Function):
     def backward(ctx, gradient):
         codes, scale, zero = ctx.saved_tensors
         rounded = codes.round().add_(zero)
-        # 0 where the range cuts the code off; faster than a product with a comparison
-        code_gradient = torch.ops.aten.hardtanh_backward(gradient * scale, rounded, -0.5, ctx.levels + 0.5)
-        clamped = rounded.clamp_(0, ctx.levels).sub_(zero)
+        if torch.is_tensor(ctx.levels):
+            is_inside = (rounded > -0.5) & (rounded < ctx.levels + 0.5)
+            code_gradient = torch.where(is_inside, gradient * scale, 0)
+        else:  # 0 where the range cuts the code off; faster than a product with a comparison
+            code_gradient = torch.ops.aten.hardtanh_backward(gradient * scale, rounded, -0.5, ctx.levels + 0.5)
+        clamped = _clamped(rounded.sub_(zero), zero, ctx.levels)
         return code_gradient, (gradient * clamped).sum(-1), None, None, None
 
 
-def _clamped(rounded: torch.Tensor, zero: torch.Tensor, levels: int) -> torch.Tensor:
-    return (rounded + zero).clamp_(0, levels).sub_(zero)
+def _clamped(rounded: torch.Tensor, zero: torch.Tensor, levels: int | torch.Tensor) -> torch.Tensor:
+    codes = rounded + zero
+    if torch.is_tensor(levels):
+        return torch.minimum(codes.clamp_(min=0), levels).sub_(zero)
+    return codes.clamp_(0, levels).sub_(zero)

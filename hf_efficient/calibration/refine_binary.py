@@ -56,8 +56,9 @@ class TwoBitWeight(TunedWeight):
 
     @torch.no_grad()
     def tensors(self) -> dict[str, torch.Tensor]:
-        codes = self._codes(self.places.round().clamp_(0, 3))
-        return {**self.start, "qweight": self.binary.pack(codes), "factors": self._factors().to(torch.int8)}
+        codes = self.binary.pack(self._codes(self.places.round().clamp_(0, 3)))
+        tensors = {**self.start, "qweight": codes, "factors": self._factors().to(torch.int8)}
+        return {**tensors, "qweight": self.binary.codes_of(self.binary.integers(tensors, self.columns), tensors)}
 
     def _factors(self) -> torch.Tensor:
         exact = self.factors * self.log_factors.exp()

@@ -30,7 +30,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", help="Hub id or local folder")
     add_output_argument(command)
     command.add_argument(
-        "--bits", type=_bits, help="bits of a weight: 2, 3, 4 (default) or 8, with --codebook trellis also 2.5 and 3.5"
+        "--bits",
+        type=_bits,
+        help="bits of a weight: 2, 3, 4 (default) or 8; 2.5 and 3.5 with --codebook trellis, 1 with --method pb_llm",
     )
     command.add_argument(
         "--quality",
@@ -43,7 +45,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         type=int,
         help="weights that share a scale, -1: one output channel (default 64, -1 with 8 bits and --codebook trellis)",
     )
-    command.add_argument("--method", help="instead of --quality: rtn, mse, hqq, gptq, awq or kmeans")
+    command.add_argument(
+        "--method", help="instead of --quality: rtn, mse, hqq, gptq, awq, kmeans, billm, db_llm, pb_llm or slim_llm"
+    )
     command.add_argument("--codebook", help="nf4, fp4, kmeans or trellis instead of a regular grid")
     for name, text in SWITCHES.items():
         command.add_argument(option_name(name), action="store_true", default=None, help=text)

@@ -11,8 +11,9 @@ from hf_efficient.configs.checks import check
 
 AUTO = "auto"
 BLOCK_SIZES = {"mxfp4": 32, "nvfp4": 16}  # weights that share a scale in the FP4 formats of today's hardware
-BINARY_BITS = {"billm": 2, "db_llm": 2, "pb_llm": 1}  # methods with formats of their own -> bits of a code
-_BINARY_GROUPS = {"billm": 128, "db_llm": 64, "pb_llm": -1}
+# methods with formats of their own -> bits of a code
+OWN_FORMATS = {"billm": (2,), "db_llm": (2,), "pb_llm": (1,), "slim_llm": (2, 3)}
+_OWN_GROUPS = {"billm": 128, "db_llm": 64, "pb_llm": -1, "slim_llm": 64}
 QUALITIES = ("fast", "balanced", "best")
 _RANDOM_WINDOWS = 4  # tokens enough for the mean squares of the channels
 _WINDOWS = {"balanced": 32, "best": 128}
@@ -26,13 +27,14 @@ def choose(given: dict[str, Any], quality: str | None) -> dict[str, Any]:
     """
     bits, codebook, method, calibration = (given[name] for name in ("bits", "codebook", "method", "calibration"))
     chosen = dict(given)
-    binary = method if isinstance(method, str) and method in BINARY_BITS else None
+    own = method if isinstance(method, str) and method in OWN_FORMATS else None
     if given["symmetric"] == AUTO:
-        chosen["symmetric"] = bool(binary) or bits == 8 and given["group_size"] == AUTO and codebook is None
+        is_signed = own not in (None, "slim_llm")
+        chosen["symmetric"] = is_signed or bits == 8 and given["group_size"] == AUTO and codebook is None
     if given["group_size"] == AUTO:
         fixed = BLOCK_SIZES | {"trellis": -1}
         name = codebook if isinstance(codebook, str) else None  # anything else is refused later
-        chosen["group_size"] = _BINARY_GROUPS.get(binary) or fixed.get(name, -1 if bits == 8 else 64)
+        chosen["group_size"] = _OWN_GROUPS.get(own) or fixed.get(name, -1 if bits == 8 else 64)
     if given["rotate"] == AUTO:
         chosen["rotate"] = codebook == "trellis"
     if method == AUTO:

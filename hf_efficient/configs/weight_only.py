@@ -10,8 +10,8 @@ from hf_efficient.configs.base import CONFIG_VERSION, CompressionConfig, module_
 from hf_efficient.configs.checks import check, check_choices, check_flags, is_integer, naming
 from hf_efficient.configs.quality import (
     AUTO,
-    BINARY_BITS,
     BLOCK_SIZES,
+    OWN_FORMATS,
     QUALITIES,
     choose,
     data_free,
@@ -64,7 +64,8 @@ class WeightOnlyConfig(CompressionConfig):
             that the model writes itself where none is given. "billm" (https://arxiv.org/abs/2402.04291; bits=2),
             "db_llm" (https://arxiv.org/abs/2402.11960; bits=2) and "pb_llm" (https://arxiv.org/abs/2310.00034; bits=1
             for most weights, 8 for the salient tenth) store few magnitudes in formats of their own, and run as 8 bits
-            do. "auto" is what `quality` says.
+            do. "slim_llm" (https://arxiv.org/abs/2405.14917; bits=2 or 3) is "gptq" with a bit more for the groups of
+            columns that matter most and one less for as many others. "auto" is what `quality` says.
         quality ("fast", "balanced", "best" or None; default None): how long making the model may take, where `method`
             is left out. "fast" takes seconds and no text: "mse" with inputs from random tokens, "rtn" with 8 bits.
             Where such a model cannot be run while loading (several devices, tensor parallelism, no token ids as
@@ -170,8 +171,8 @@ class WeightOnlyConfig(CompressionConfig):
         check_choices(scheme, method=available_methods())
         if codebook == "trellis":
             check(any(bits == b and not isinstance(bits, bool) for b in TRELLIS_BITS), "bits", bits, _TRELLIS_ALLOWED)
-        elif method in BINARY_BITS:
-            _check_binary(scheme)
+        elif method in OWN_FORMATS:
+            _check_own_format(scheme)
         else:
             check_choices(scheme, bits=WEIGHT_BITS)
         is_width = is_integer(group_size, -1) and (group_size == -1 or (group_size > 0 and group_size % 8 == 0))
@@ -291,12 +292,15 @@ class WeightOnlyConfig(CompressionConfig):
         from hf_efficient.formats import binary
         from hf_efficient.formats.affine import AffineFormat
         from hf_efficient.formats.codebook import CodebookFormat
+        from hf_efficient.formats.group_bits import GroupBitsFormat
         from hf_efficient.formats.transformed import TransformedFormat
         from hf_efficient.formats.trellis import TrellisFormat
 
         if self.codebook == "trellis":
             inner = TrellisFormat(self.bits)
-        elif self.method in BINARY_BITS:
+        elif self.method == "slim_llm":
+            inner = GroupBitsFormat(self.bits, self.group_size)
+        elif self.method in OWN_FORMATS:
             inner = binary.of_method(self.method, self.group_size)
         elif self.codebook is None:
             grid = self.bits, self.group_size, self.symmetric, self.int8_on_cpu
@@ -317,14 +321,17 @@ class WeightOnlyConfig(CompressionConfig):
         return bool(self.refine or self.mixed_precision or method.NEEDS or uses)
 
 
-def _check_binary(scheme: dict[str, Any]) -> None:
-    """Refuses what the formats of BiLLM, DB-LLM and PB-LLM do not have."""
-    method = scheme["method"]
-    only = dict(bits=BINARY_BITS[method], codebook=None, symmetric=True, int8_on_cpu=False, mixed_precision=False)
-    only |= dict(zero_point="integer", scale_dtype=None)
+def _check_own_format(scheme: dict[str, Any]) -> None:
+    """Refuses what the formats of BiLLM, DB-LLM, PB-LLM and SliM-LLM do not have."""
+    method, bits = scheme["method"], scheme["bits"]
+    allowed = OWN_FORMATS[method]
+    check(is_integer(bits, 1) and bits in allowed, "bits", bits, f"one of {allowed} for method={method!r}")
+    only = dict(codebook=None, int8_on_cpu=False, mixed_precision=False, zero_point="integer", scale_dtype=None)
+    only["symmetric"] = method != "slim_llm"
     if method == "pb_llm":
         only |= dict(group_size=-1, refine=False)
     for field, value in only.items():
-        is_same = type(scheme[field]) is type(value) and scheme[field] == value
-        check(is_same, field, scheme[field], f"{value!r} for method={method!r}")
-    check(scheme["group_size"] is not None, "group_size", None, f"an integer for method={method!r}")
+        check(scheme[field] == value, field, scheme[field], f"{value!r} for method={method!r}")
+    smallest = 8 if method == "slim_llm" else -1
+    is_width = is_integer(scheme["group_size"], smallest)
+    check(is_width, "group_size", scheme["group_size"], f"an integer from {smallest} on for method={method!r}")

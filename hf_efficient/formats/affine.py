@@ -57,6 +57,18 @@ class AffineFormat(GroupedCodes):
     def _offset(self) -> str:
         return "minimum" if self.zero_point == "minimum" else "zero_point"
 
+    def levels_of(self, tensors: dict[str, torch.Tensor]) -> int:
+        """`levels`; a format with bits a group has those of each, float32 [G, 1]."""
+        return self.levels
+
+    def codes(self, tensors: dict[str, torch.Tensor], in_features: int) -> torch.Tensor:
+        """Canonical tensors -> uint8 codes [..., N, in_features]."""
+        return self.unpack(tensors["qweight"], in_features)
+
+    def with_codes(self, codes: torch.Tensor, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """`tensors` with other codes, uint8 [N, K]."""
+        return {**tensors, "qweight": self.pack(codes)}
+
     def check(self, tensors, in_features):
         super().check(tensors, in_features)
         zero = tensors.get("zero_point")

@@ -31,6 +31,11 @@ class Format:
         """The dtype of each canonical tensor of a weight of `dtype`."""
         raise NotImplementedError
 
+    def blank(self, out_features: int, in_features: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The canonical tensors of some weight, as far as possible zeros: enough to make a layout of its size."""
+        dtypes, shapes = self.dtypes(dtype), self.shapes(out_features, in_features)
+        return {name: torch.zeros(shape, dtype=dtypes[name]) for name, shape in shapes.items()}
+
     def dequantize(self, tensors: dict[str, torch.Tensor], in_features: int, dtype: torch.dtype) -> torch.Tensor:
         """Canonical tensors -> the weight [..., N, in_features] in `dtype`."""
         raise NotImplementedError
@@ -72,3 +77,9 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     if tensor.dtype is torch.float8_e4m3fn:  # which has no infinity, and NaN with either sign
         return not tensor.numel() or (tensor.view(torch.uint8) & 127).max().item() < 127
     return tensor.isfinite().all().item()
+
+
+def even_mask(out_features: int, in_features: int, kept: int) -> torch.Tensor:
+    """A mask bool [out_features, in_features] that keeps `kept` weights at even distances."""
+    count = out_features * in_features
+    return (torch.arange(count + 1) * kept // count).diff().bool().view(out_features, in_features)

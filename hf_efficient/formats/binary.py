@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from hf_efficient.formats.affine import AffineFormat
-from hf_efficient.formats.base import Format
+from hf_efficient.formats.base import Format, even_mask
 from hf_efficient.formats.grouped_codes import GroupedCodes
 from hf_efficient.kernels.linear.codes import expand_groups, pack_codes, packed_width, unpack_codes
-from hf_efficient.kernels.linear.layout import UnpackedLayout
+from hf_efficient.kernels.linear.layout import RestoredLayout
 
 
 LARGEST = 127  # of the integers' magnitudes
@@ -22,6 +22,8 @@ _INT8 = AffineFormat(8, -1, True)
 class BinaryFormat(Format):
     """What the formats share: "scale" [N, 1], and `integers`."""
 
+    whole = "its magnitudes are steps of whole rows"
+
     def integers(self, tensors: dict[str, torch.Tensor], in_features: int) -> torch.Tensor:
         """The weight in steps of its rows: int8 [..., N, in_features]."""
         raise NotImplementedError
@@ -29,10 +31,19 @@ class BinaryFormat(Format):
     def dequantize(self, tensors, in_features, dtype):
         return self.integers(tensors, in_features).to(dtype).mul_(tensors["scale"].to(dtype))
 
+    def codes_of(self, integers: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The "qweight" of a weight [N, K] in steps, int8: of codes with one meaning the first. tensors: the others."""
+        raise NotImplementedError
+
     def layout(self, tensors, in_features, dtype):
         codes = (self.integers(tensors, in_features) ^ -128).view(torch.uint8)  # + 128
         layout = _INT8.layout({"qweight": codes, "scale": tensors["scale"]}, in_features, dtype)
-        return UnpackedLayout(layout) if layout.tensors else self.dequantized_layout(tensors, in_features, dtype)
+        own = {name: tensor for name, tensor in tensors.items() if name != "qweight"}
+        if layout.replaces_qweight:
+            layout = RestoredLayout(layout, lambda each: self.codes_of(each.canonical().view(torch.int8) ^ -128, own))
+            if torch.equal(layout.canonical(), tensors["qweight"]):
+                return layout
+        return self.dequantized_layout(tensors, in_features, dtype)
 
 
 class TwoBitFormat(GroupedCodes, BinaryFormat):
@@ -80,7 +91,6 @@ class SplitBinaryFormat(TwoBitFormat):
 
     group_size: int
     KINDS = 4
-    whole = "the marks of salient columns belong to all rows"
 
     def shapes(self, out_features, in_features):
         return {**super().shapes(out_features, in_features), "salient": (1, packed_width(in_features, 1))}
@@ -101,6 +111,14 @@ class SplitBinaryFormat(TwoBitFormat):
         sign, large = 1 - 2 * (codes & 1).view(torch.int8), (codes >> 1).view(torch.int8)
         small, large = sign * (1 - large), sign * large
         return [small * salient, large * salient, small * (1 - salient), large * (1 - salient)]
+
+    def codes_of(self, integers, tensors):
+        columns = integers.shape[1]
+        salient = unpack_codes(tensors["salient"], 1, columns).bool()
+        parts = self.expanded(tensors["factors"], columns)
+        small, large = (torch.where(salient, parts[kind], parts[kind + 2]) for kind in (0, 1))
+        is_large = (integers.abs() == large) & (large != small)
+        return self.pack((integers < 0).to(torch.uint8) | is_large.to(torch.uint8) << 1)
 
 
 @dataclass(frozen=True)
@@ -123,6 +141,13 @@ class DualBinaryFormat(TwoBitFormat):
     def signs(self, codes, tensors):
         return [(codes & 1).view(torch.int8), (codes >> 1).view(torch.int8)]
 
+    def codes_of(self, integers, tensors):
+        first, second = self.expanded(tensors["factors"], integers.shape[1])
+        codes = torch.full_like(integers, 3, dtype=torch.uint8)
+        for code, number in ((2, second), (1, first), (0, torch.zeros_like(first))):
+            codes.masked_fill_(integers == number, code)
+        return self.pack(codes)
+
 
 @dataclass(frozen=True)
 class PartlyBinaryFormat(BinaryFormat):
@@ -132,8 +157,6 @@ class PartlyBinaryFormat(BinaryFormat):
     Canonical tensors: "bitmap" uint8 [N, ceil(K / 8)], a bit for each weight, set where it is salient; "qweight" uint8,
     a bit (1: negative) for each of the other weights, row after row; "values" int8, the salient ones; "magnitude" int8
     [N, 1], that of the others, and "scale" [N, 1]."""
-
-    whole = "the weights of all rows stand in one row of bits"
 
     def salient(self, out_features: int, in_features: int) -> int:
         """How many weights are salient."""
@@ -163,11 +186,18 @@ class PartlyBinaryFormat(BinaryFormat):
         if (marks != tensors["values"].shape[-1]).any():
             raise ValueError(f"bitmap marks {marks.tolist()} weights, values holds {tensors['values'].shape[-1]}")
 
+    def blank(self, out_features, in_features, dtype):
+        mask = even_mask(out_features, in_features, self.salient(out_features, in_features))
+        return {**super().blank(out_features, in_features, dtype), "bitmap": pack_codes(mask.to(torch.uint8), 1)}
+
     def pack(self, integers: torch.Tensor, salient: torch.Tensor) -> dict[str, torch.Tensor]:
         """int8 [N, K] and which are salient, bool [N, K] -> "qweight", "values" and "bitmap"."""
-        negative = (integers[~salient] < 0).to(torch.uint8)
-        values, bitmap = integers[salient], pack_codes(salient.to(torch.uint8), 1)
-        return {"qweight": pack_codes(negative, 1), "values": values, "bitmap": bitmap}
+        own = {"values": integers[salient], "bitmap": pack_codes(salient.to(torch.uint8), 1)}
+        return {"qweight": self.codes_of(integers, own), **own}
+
+    def codes_of(self, integers, tensors):
+        salient = unpack_codes(tensors["bitmap"], 1, integers.shape[1]).bool()
+        return pack_codes((integers[~salient] < 0).to(torch.uint8), 1)
 
     def integers(self, tensors, in_features):
         salient = unpack_codes(tensors["bitmap"], 1, in_features).bool()

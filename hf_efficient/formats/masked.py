@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_efficient.formats.affine import AffineFormat
-from hf_efficient.formats.base import Format
+from hf_efficient.formats.base import Format, even_mask
 from hf_efficient.kernels.linear.codes import expand_groups, packed_width
 from hf_efficient.kernels.linear.layout import DenseLayout, RestoredLayout
 from hf_efficient.kernels.linear.native_sparse import NativeSparseLayout
@@ -60,6 +60,11 @@ class MaskedFormat(Format):
     def dtypes(self, dtype):
         own = {"qweight": dtype} if self.weights is None else self.weights.dtypes(dtype)
         return {**own, self.mask_name: torch.uint8}
+
+    def blank(self, out_features, in_features, dtype):
+        kept = torch.Size(self.kept_shape(out_features, in_features)).numel()
+        mask = self.pack_mask(even_mask(out_features, in_features, kept))
+        return {**super().blank(out_features, in_features, dtype), self.mask_name: mask}
 
     def pack(self, weight: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
         """The canonical tensors of weight [..., N, K] where mask (bool, True = kept) keeps it.

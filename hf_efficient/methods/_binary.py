@@ -50,8 +50,9 @@ def round_two_bits(
         rounded = sum(sign * factor for sign, factor in zip(each, expanded))
         nearest = _Nearest(signs, format, factors, scale)
         rounded = feedback.descend(weight, rounded, nearest)
-    qweight, factors = format.pack(nearest.all_codes()), factors.to(torch.int8)
-    return {"qweight": qweight, "factors": factors, "scale": fitted_scale(weight, rounded, step, hessian), **own}
+    own = {"factors": factors.to(torch.int8), "scale": fitted_scale(weight, rounded, step, hessian), **own}
+    integers = format.integers({"qweight": format.pack(nearest.all_codes()), **own}, columns)
+    return {"qweight": format.codes_of(integers, own), **own}
 
 
 class _Nearest:

@@ -6,7 +6,6 @@ from torch.overrides import TorchFunctionMode
 
 from hf_efficient.embeddings import EfficientEmbedding, embedding_layout
 from hf_efficient.formats import Format
-from hf_efficient.formats.masked import MaskedFormat
 from hf_efficient.layers import PLACEHOLDER_SHAPE, CompressedModule
 
 
@@ -59,10 +58,7 @@ def _layout_weight_growth(format: Format, out_features: int, in_features: int, d
             return format.layout(tensors, in_features, dtype)
         return embedding_layout(format, tensors, in_features, dtype, multiplied)
 
-    dtypes, shapes = format.dtypes(dtype), format.shapes(out_features, in_features)
-    tensors = {name: torch.zeros(shape, dtype=dtypes[name]) for name, shape in shapes.items()}  # canonical
-    if isinstance(format, MaskedFormat):
-        tensors[format.mask_name] = format.pack_mask(_even_mask(format, out_features, in_features))
+    tensors = format.blank(out_features, in_features, dtype)
     if kind == "accelerator":
         tensors = {name: tensor.as_subclass(_Accelerated) for name, tensor in tensors.items()}
         with _AllocateOnCPU():
@@ -74,13 +70,6 @@ def _layout_weight_growth(format: Format, out_features: int, in_features: int, d
     shared = [tensor for name, tensor in tensors.items() if name not in layout.replaced]
     added = [tensor for tensor in layout.tensors.values() if not any(_share_memory(tensor, other) for other in shared)]
     return sum(map(_allocated, added)) - replaced
-
-
-def _even_mask(format: MaskedFormat, out_features: int, in_features: int) -> torch.Tensor:
-    """A mask bool [out_features, in_features] of a pruned weight, with the kept weights at even distances."""
-    count = out_features * in_features
-    kept = torch.Size(format.kept_shape(out_features, in_features)).numel()
-    return (torch.arange(count + 1) * kept // count).diff().bool().view(out_features, in_features)
 
 
 def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -1,6 +1,7 @@
 """BiLLM, DB-LLM and PB-LLM: what their formats mean, and what the methods find, against the papers."""
 
 import itertools
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,9 @@ from torch import nn
 
 from hf_efficient import methods
 from hf_efficient.calibration.refine_binary import TwoBitWeight
+from hf_efficient.compression.recovery.coded_weights import coded_weight
 from hf_efficient.formats.binary import DualBinaryFormat, PartlyBinaryFormat, SplitBinaryFormat, of_method
+from hf_efficient.kernels.linear.layout import RestoredLayout
 from hf_efficient.methods._error_feedback import output_error
 from hf_efficient.methods.billm import split_magnitudes
 from hf_efficient.methods.db_llm import dual_factors
@@ -71,17 +74,28 @@ def test_a_weight_in_the_format(method):
     layout, x = format.layout(tensors, COLUMNS, torch.bfloat16), torch.randn(3, COLUMNS).bfloat16()
     dense = format.dequantize(tensors, COLUMNS, torch.float64)
     assert_close(layout.matmul(x), x.double() @ dense.t(), 0.01, 0.2, "bfloat16 results")
+    assert type(layout) is RestoredLayout and torch.equal(layout.canonical(), tensors["qweight"])
     for name, bad in (("factors", -128), ("values", -128), ("magnitude", -1), ("bitmap", 0)):
         if name in tensors:
             with pytest.raises(ValueError, match=name):
                 format.check({**tensors, name: torch.full_like(tensors[name], bad)}, COLUMNS)
 
 
+@pytest.mark.parametrize("method", GROUPS)
+def test_training_keeps_the_codes(method):
+    format, tensors = made(method)
+    coded = coded_weight(format, tensors, COLUMNS, torch.float32)
+    torch.testing.assert_close(coded(torch.float32), format.dequantize(tensors, COLUMNS, torch.float32))
+    coded.log_scale.data += 0.5
+    expected = {**tensors, "scale": tensors["scale"] * math.exp(0.5)}
+    torch.testing.assert_close(coded.canonical(), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", GROUPS)
 def test_on_a_gpu(method):
     format, tensors = made(method, torch.bfloat16)
-    check_on_a_gpu(format, tensors, COLUMNS, None, 0.01)
+    check_on_a_gpu(format, tensors, COLUMNS, RestoredLayout, 0.01)
 
 
 def test_bits_of_a_weight():

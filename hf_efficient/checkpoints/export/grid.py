@@ -7,7 +7,9 @@ import torch
 
 from hf_efficient.checkpoints.export.source import Layer, Source
 from hf_efficient.formats import AffineFormat
+from hf_efficient.formats.binary import BinaryFormat
 from hf_efficient.formats.codebook import FP4_BLOCKS, CodebookFormat
+from hf_efficient.formats.group_bits import GroupBitsFormat
 from hf_efficient.formats.masked import MaskedFormat
 from hf_efficient.formats.ternary import TernaryFormat
 from hf_efficient.formats.transformed import TransformedFormat
@@ -50,6 +52,8 @@ def _no_target(layer: Layer) -> str | None:
         return f"its codes are entries of a table (codebook={format.codebook!r}), not points of a grid"
     if isinstance(format, TrellisFormat):
         return "its values are states of a trellis (codebook='trellis'), which other engines do not read"
+    if isinstance(format, (BinaryFormat, GroupBitsFormat)):
+        return "its codes are those of BiLLM, DB-LLM, PB-LLM or SliM-LLM, which other engines do not read"
     if isinstance(format, MaskedFormat):
         return "kept values without codes (SparseConfig), for which compressed-tensors 0.15 and later have no layout"
     if isinstance(format, TernaryFormat):

@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 from hf_efficient.compression.recovery.grids import Blocks, StepGrid, blocks_of, grid_of
+from hf_efficient.formats.binary import BinaryFormat
 from hf_efficient.formats.codebook import SCALES_AT_ONCE, CodebookFormat
+from hf_efficient.formats.group_bits import GroupBitsFormat
 from hf_efficient.formats.masked import MaskedFormat
 from hf_efficient.formats.ternary import TernaryFormat
 from hf_efficient.formats.trellis import TrellisFormat
@@ -201,12 +203,12 @@ class _Rounded(torch.autograd.Function):
 
 
 class TrellisFactors(nn.Module):
-    """What of a weight along a trellis is no code: a factor a row, of which the logarithm is learned (as QTIP,
-    https://arxiv.org/abs/2406.11235, tunes its signs). The codes stay."""
+    """What of a weight along a trellis, or of binary codes, is no code: a factor a row, of which the logarithm is
+    learned (as QTIP, https://arxiv.org/abs/2406.11235, tunes its signs). The codes stay."""
 
     share = 1.0
 
-    def __init__(self, format: TrellisFormat, tensors: dict[str, torch.Tensor], columns: int, dtype: torch.dtype):
+    def __init__(self, format, tensors: dict[str, torch.Tensor], columns: int, dtype: torch.dtype):
         super().__init__()
         self.start, self.dtype = {name: tensor.detach() for name, tensor in tensors.items()}, dtype
         ones = torch.ones_like(tensors["scale"])
@@ -229,8 +231,13 @@ class TrellisFactors(nn.Module):
 
 
 def coded_weight(format, tensors: dict, columns: int, dtype: torch.dtype, exact=None, keeps_codes: bool = True):
-    """The `CodedWeight` of a weight in `format`, or what takes its place along a trellis."""
-    if isinstance(format, TrellisFormat):
+    """The `CodedWeight` of a weight in `format`, or what takes its place along a trellis and for binary codes.
+
+    Raises:
+        ValueError: a format with bits a group."""
+    if isinstance(format, GroupBitsFormat):
+        raise ValueError("layers with bits a group (method='slim_llm') are not trained: train adapters on them")
+    if isinstance(format, (TrellisFormat, BinaryFormat)):
         return TrellisFactors(format, tensors, columns, dtype)
     return CodedWeight(format, tensors, columns, dtype, exact, keeps_codes)
 

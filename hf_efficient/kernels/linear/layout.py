@@ -136,13 +136,3 @@ class RestoredLayout(Layout):
 
     def canonical(self):
         return self.restore(self.layout)
-
-
-class UnpackedLayout(Layout):
-    """The layout of another format with the same weight. The canonical tensors stay in memory besides."""
-
-    replaces_qweight = False
-
-    def __init__(self, layout: Layout):
-        self.layout, self.dtype, self.tensors = layout, layout.dtype, layout.tensors
-        self.matmul, self.dequantize = layout.matmul, layout.dequantize
