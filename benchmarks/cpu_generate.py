@@ -1,7 +1,7 @@
 """How fast is generate() on a CPU: ours beside stock transformers, other quantizations and llama.cpp.
 
     python benchmarks/cpu_generate.py [--quick] [--models smollm2 1b] [--batch 1 8] [--prompt 32 512 1024 copying fresh]
-        [--ways GLOB ...] [--repeats 3] [--patience 2] [--threads 2] [--output FILE]
+        [--ways GLOB ...] [--repeats 3] [--patience 2] [--threads 2] [--seconds S] [--resume] [--output FILE]
     python benchmarks/cpu_generate.py --table [--output FILE]         # what has been measured, as Markdown
 
 SmolLM2-135M-Instruct and a random Llama of a 1B model's shape; greedy, fixed length, no end of sequence. Every way
@@ -16,8 +16,12 @@ as many as fit into 3 times the patience (peers: 2). A way is left out where its
 patience (peers: 2), estimated from its earlier prompts. So is batch 8, prompt 1,024 of the 1B model: `--models 1b
 --batch 8 --prompt 1024 --patience 10` measures it. The 1B model has fewer ways unless `--ways` says which.
 
+`--seconds`: no case begins later than that; one takes up to two minutes. `--resume` keeps the rows of the output, which
+must be of this commit and these threads, and measures what is missing.
+
 Memory: `peak_memory_bytes` is the process's resident peak in the case's calls, with a mapped checkpoint;
-`anonymous_bytes` the part that is no file's, afterwards; `loading_peak_bytes` the peak of loading.
+`anonymous_bytes` the part that is no file's, afterwards; `loading_peak_bytes` the peak of loading. Of a fresh
+process `peak_memory_bytes` is the peak of all it did.
 
 - `--prompt`: tokens of Wikipedia; 512 measures the first token only. "copying": four of the copying prompts of
   speculation.py, one by one up to the end of sequence; a call is all four.
@@ -48,6 +52,7 @@ import time
 
 import harness
 import torch
+from cpu_generate_goals import LIKE, LOOKUP, SAME, SAVED, SMALLEST, goals
 from cpu_generate_models import MODELS, Texts, folder_of
 from cpu_generate_ways import COMPILED, STOCK, WAYS, Worker
 from harness import rounded
@@ -59,9 +64,6 @@ NEW, WARM = 128, 8
 FRESH_TOKENS, FRESH_CALLS = 32, 2
 PEERS = ("llama-cpp-python", "bitsandbytes", "torchao", "optimum-quanto")
 PROMPTS = ("32", "512", "1024", "copying", "fresh")
-LOOKUP = ", prompt lookup"  # of the same process, asked for it
-LIKE = "ours int4, int8 head"  # as llama.cpp has it
-SAME = "ours, the GGUF"  # which llama.cpp runs
 COPYING = ("llama.cpp", SAME, SAME + LOOKUP, LIKE, LIKE + LOOKUP, LIKE + ", int8 inputs" + LOOKUP, "ours int4" + LOOKUP)
 OF_1B = (STOCK, "ours int8", LIKE, f"{LIKE}, int8 inputs", "bitsandbytes nf4", "torchao int8", "quanto int8")
 
@@ -73,15 +75,20 @@ def is_peer(way: str) -> bool:
 class Benchmark:
     """The rows of a run, written to `options.output` as they come."""
 
-    def __init__(self, options):
-        self.options, self.rows, self.absent = options, [], []
+    def __init__(self, options, earlier: dict | None = None):
+        earlier = earlier or {}
+        self.options, self.rows, self.absent = options, earlier.get("results", []), earlier.get("absent", [])
+        self.done = {(row["model"], row["way"], row["batch"], row["prompt"]) for row in self.rows}
+        self.end = time.perf_counter() + (options.seconds or float("inf"))
         self.new = 16 if options.quick else NEW
 
     def measure(self, model: str, folder: str) -> None:
         options = self.options
         globs = options.ways or (OF_1B if model == "1b" else ["*"])
-        workers = {}
+        workers, known = {}, {(line["model"], line["way"]) for line in self.absent}
         for way in harness.matching(WAYS, globs):
+            if (model, way) in known or self.is_late():
+                continue
             workers[way] = worker = Worker(way, folder, options.threads)
             worker.loading = worker.read()
             if "failed" in worker.loading:
@@ -90,23 +97,29 @@ class Benchmark:
                 del workers[way]
         texts = Texts(model, folder)
         prompts = [int(prompt) for prompt in options.prompt if prompt.isdigit()]
-        for prompt in prompts:
-            for batch in options.batch if prompt != 512 else options.batch[:1]:
+        for batch in options.batch:
+            for prompt in prompts if batch == options.batch[0] else [prompt for prompt in prompts if prompt != 512]:
                 new = 1 if prompt == 512 else self.new
                 asks = [dict(ids=texts.rows(batch, prompt), new=new, end=None)]
                 self.case(model, batch, prompt, workers, {way: way for way in workers}, asks)
+            if "fresh" in options.prompt and model != "1b" and batch == options.batch[0]:
+                self.fresh(model, folder, texts, workers)
         if "copying" in options.prompt and texts.tokenizer is not None:
             prompts = texts.copying()[:: 8 if options.quick else 2]
             asks = [dict(ids=[ids], new=self.new, end=texts.tokenizer.eos_token_id) for ids in prompts]
             names = {name: name.removesuffix(LOOKUP) for name in COPYING}
             self.case(model, 1, "copying", workers, {n: way for n, way in names.items() if way in workers}, asks)
-        if "fresh" in options.prompt and model != "1b":
-            self.fresh(model, folder, texts, workers)
         for worker in workers.values():
             worker.close()
 
+    def is_late(self) -> bool:
+        return time.perf_counter() > self.end
+
     def case(self, model: str, batch: int, prompt, workers: dict, names: dict[str, str], asks: list[dict]) -> None:
         """Rows for `names` (name -> way): calls of all `asks`, in turns."""
+        names = {name: way for name, way in names.items() if (model, name, batch, prompt) not in self.done}
+        if self.is_late():
+            names = {}
         options, calls, why = self.options, {name: [] for name in names}, {}
         size = sum(len(ids) for ask in asks for ids in ask["ids"])
         for name, way in names.items():
@@ -156,10 +169,14 @@ class Benchmark:
         limits = dict(new=FRESH_TOKENS, stop=FRESH_TOKENS, patience=60)
         ask = dict(ids=texts.rows(1, 32), end=None, lookup=False, warm=False, **limits)
         with tempfile.TemporaryDirectory() as temporary:
-            ways = [(way, way, folder, {}) for way in (STOCK, LIKE) if way in workers]
-            if LIKE in workers and "failed" not in workers[LIKE].ask(save=f"{temporary}/saved"):
-                for name, environment in (("saved", {}), ("saved, cold", {"HF_HOME": f"{temporary}/home"})):
-                    ways.append((f"{LIKE}, {name}", "ours bf16", f"{temporary}/saved", environment))
+            ways = [(way, way, folder, {}) for way in (STOCK, "llama.cpp", LIKE) if way in workers]
+            for number, way in enumerate(way for way in (LIKE, SMALLEST) if way in workers):
+                saved = f"{temporary}/saved{number}"
+                if "failed" not in workers[way].ask(save=saved):
+                    ways.append((f"{way}, saved", SAVED, saved, {}))
+                    if way == LIKE:
+                        ways.append((f"{way}, saved, cold", SAVED, saved, {"HF_HOME": f"{temporary}/home"}))
+            ways = [] if self.is_late() else [w for w in ways if (model, w[0], 1, "fresh process") not in self.done]
             calls = {name: [] for name, *_ in ways}
             for _ in range(1 if self.options.quick else FRESH_CALLS):
                 for name, way, where, environment in ways:
@@ -178,6 +195,7 @@ class Benchmark:
                 continue
             for key, at in (("first_token_s", "first_at"), (f"{FRESH_TOKENS}_tokens_s", "last_at")):
                 row[key] = spread([answer[at] - answer["started"] for answer in answers], min)
+            row["peak_memory_bytes"] = max(answer["peak_memory_bytes"] for answer in answers)
             self.add(row)
 
     def add(self, row: dict) -> None:
@@ -201,6 +219,16 @@ class Benchmark:
         partial = options.output.with_suffix(".partial")
         harness.write(partial, result)
         partial.replace(options.output)
+
+
+def earlier(options, parser) -> dict:
+    """The output of a run before, of the same commit and threads."""
+    found = harness.read(options.output, {})
+    now = {"commit": environment.describe()["commit"], "threads": options.threads}
+    then = {"commit": found["environment"]["commit"], "threads": found["threads"]} if found else now
+    if then != now:
+        parser.error(f"--resume: {options.output} is of {then}, this run of {now}")
+    return found
 
 
 def summary(calls: list[list[dict]], batch: int, size: int) -> dict:
@@ -237,41 +265,6 @@ def version(package: str) -> str | None:
         return None
 
 
-def goals(rows: list[dict], quick: bool) -> list[dict]:
-    """What SmolLM2 is to reach, as ratios of medians of the same run."""
-    found = {(row["way"], row["batch"], row["prompt"]): row for row in rows if row["model"] == "smollm2"}
-    decode, prefill = "decode_tokens_per_s", "prefill_tokens_per_s"
-
-    def median(key, way, batch, prompt):
-        return found.get((way, batch, prompt), {}).get(key, {}).get("median")
-
-    lines = []
-    for prompt in (32, 1024):
-        lines += [
-            (f"{LIKE} over llama.cpp", 1.0, decode, LIKE, "llama.cpp", 1, prompt),
-            (f"{LIKE} over stock", 4.0, decode, LIKE, STOCK, 1, prompt),
-            ("ours int8 over stock", 2.5, decode, "ours int8", STOCK, 1, prompt),
-            (f"{LIKE} over stock", 2.5, decode, LIKE, STOCK, 8, prompt),
-        ]
-    lines += [(f"{way} over stock", 0.97, prefill, way, STOCK, 1, 512) for way in WAYS if way.startswith("ours")]
-    lines.append(("the fastest of ours over stock", 1.3, prefill, None, STOCK, 1, 512))
-    reached = []
-    for text, least, key, way, other, batch, prompt in lines:
-        ways = [way] if way else [way for way in WAYS if way.startswith("ours")]
-        ours = [value for value in (median(key, way, batch, prompt) for way in ways) if value]
-        theirs = median(key, other, batch, prompt)
-        goal = f"{key.split('_')[0]} of {text}, batch {batch}, prompt {prompt}"
-        reached.append((goal, least, max(ours) / theirs if ours and theirs else None))
-    ours, theirs = median(decode, SAME + LOOKUP, 1, "copying"), median(decode, "llama.cpp", 1, "copying")
-    reached.append(
-        ("decode with prompt lookup over plain llama.cpp, copying", 2.5, ours / theirs if ours and theirs else None)
-    )
-    fresh = [found.get((way, 1, "fresh process"), {}).get("first_token_s", {}).get("median") for way in (STOCK, LIKE)]
-    goal = "seconds to the first token of a fresh process below stock's + 4"
-    reached.append((goal, 0.0, fresh[0] + 4 - fresh[1] if all(fresh) else None))
-    return rounded(harness.goals(reached, not quick))
-
-
 def table(result: dict) -> str:
     """The results as Markdown: a table for each model, batch and prompt, and the goals."""
     lines, groups = [], {}
@@ -290,8 +283,10 @@ def table(result: dict) -> str:
         lines += ["", f"{model}, batch {batch}, {shown}", ""]
         if prompt == "fresh process":
             key = f"{FRESH_TOKENS}_tokens_s"
-            lines += [f"| way | first token, s | {FRESH_TOKENS} tokens, s |", "|---|---|---|"]
-            lines += [f"| {r['way']} | {cell(r, 'first_token_s', digits=1)} | {cell(r, key, digits=1)} |" for r in rows]
+            lines += [f"| way | first token, s | {FRESH_TOKENS} tokens, s | peak, MB |", "|---|---|---|---|"]
+            for row in rows:
+                cells = [cell(row, "first_token_s", digits=1), cell(row, key, digits=1)]
+                lines.append(harness.row([row["way"], *cells, f"{(row.get('peak_memory_bytes') or 0) / 1e6:,.0f}"]))
             continue
         heads = ("way", "first token, ms", "prefill, tokens/s", "decode, tokens/s", "over stock", "over llama.cpp")
         lines.append(harness.row([*heads, "peak, MB", "anonymous, MB"]))
@@ -326,6 +321,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--patience", type=float, default=2.0, help="seconds of decoding a call")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, help="no case begins later than that")
+    parser.add_argument("--resume", action="store_true", help="keep the output's rows; measure what is missing")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if options.table:
@@ -342,7 +339,7 @@ def main() -> None:
     options.prompt = options.prompt or (["32", "512", "copying", "fresh"] if quick else PROMPTS)
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     torch.set_num_threads(options.threads)
-    benchmark = Benchmark(options)
+    benchmark = Benchmark(options, earlier(options, parser) if options.resume else None)
     for model in options.models:
         with tempfile.TemporaryDirectory() as folder:
             benchmark.measure(model, folder_of(model, folder))

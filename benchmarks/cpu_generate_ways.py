@@ -32,6 +32,18 @@ def ours(**scheme):
     return load
 
 
+def rounded_inputs(name, **scheme):
+    """A config whose layers round their inputs, too."""
+
+    def load(folder):
+        import hf_efficient
+
+        config = getattr(hf_efficient, name)(**scheme)
+        return hf_efficient.enable_speculation(stock(folder, quantization_config=config))
+
+    return load
+
+
 def pruned(**scheme):
     """By magnitude, which needs no text: speed does not depend on which weights are zero."""
 
@@ -147,6 +159,16 @@ WAYS = {
     "ours int4": ours(bits=4),
     "ours int4, int8 head": ours(**LIKE_LLAMA),
     "ours int4, int8 head, int8 inputs": ours(**LIKE_LLAMA, int8_on_cpu=True),
+    "ours int4, embeddings": ours(bits=4, embeddings=True),
+    "ours int3": ours(bits=3, method="rtn"),
+    "ours int2": ours(bits=2, method="rtn"),
+    "ours int4, rotated": ours(bits=4, method="rtn", rotate=True),
+    "ours NF4": ours(bits=4, codebook="nf4", method="rtn"),
+    "ours k-means": ours(bits=4, codebook="kmeans", method="kmeans"),
+    "ours W8A8": rounded_inputs("W8A8Config"),
+    "ours LLM.int8()": rounded_inputs("W8A8Config", method="llm_int8"),
+    "ours FP8": rounded_inputs("W8A8Config", dtype="fp8"),
+    "ours BitNet": rounded_inputs("BitNetConfig"),
     "ours 50 %": pruned(sparsity=0.5),
     "ours 2:4": pruned(pattern="2:4"),
     "ours 2:4 int4": pruned(pattern="2:4", weights={"bits": 4}),

@@ -54,6 +54,16 @@ DECODERS = {
     "ours int8": "**hf_efficient**, int8",
     "ours int4": "**hf_efficient**, int4",
     "ours int4, int8 head": "**hf_efficient**, int4, output head in int8",
+    "ours int4, embeddings": "**hf_efficient**, int4, embeddings and head in int8",
+    "ours int3": "**hf_efficient**, int3",
+    "ours int2": "**hf_efficient**, int2",
+    "ours NF4": "**hf_efficient**, NF4",
+    "ours k-means": "**hf_efficient**, k-means of 4 bits",
+    "ours int4, rotated": "**hf_efficient**, int4, rotated",
+    "ours W8A8": "**hf_efficient**, W8A8",
+    "ours LLM.int8()": "**hf_efficient**, LLM.int8()",
+    "ours FP8": "**hf_efficient**, FP8",
+    "ours BitNet": "**hf_efficient**, BitNet",
 }
 TIERS = {  # contender in cpu_tiers.json -> what a reader calls it
     "torch, AVX2": "`torch`, on a CPU with AVX2 alone",
@@ -139,9 +149,22 @@ def decode() -> str:
     rows = []
     for way, label in DECODERS.items():
         found = [generated(way, batch, prompt, f"{what}_tokens_per_s") for batch, prompt, what in cells]
-        rows.append([label, *("" if x is None else f"{x:,.0f}" if x >= 100 else f"{x:.1f}" for x in found)])
+        if any(found):
+            rows.append([label, *("" if x is None else f"{x:,.0f}" if x >= 100 else f"{x:.1f}" for x in found)])
     header = "tokens/s | decode, one prompt | decode, batch of 8 | decode after 1,024 tokens | prompt of 512 tokens"
     return markdown(header, "lrrrr", rows)
+
+
+def fresh() -> str:
+    """What a new process needs to its first token and to 32."""
+    rows = []
+    for row in load("cpu_generate")["results"]:
+        if row["prompt"] == "fresh process" and "failed" not in row:
+            way, *how = row["way"].rsplit(", saved", 1)
+            cells = [f"{row[key]['median']:.1f}" for key in ("first_token_s", "32_tokens_s")]
+            cells.append(f"{row['peak_memory_bytes'] / 1e6:,.0f}" if "peak_memory_bytes" in row else "")
+            rows.append([DECODERS[way] + "".join(f", saved{part}" for part in how), *cells])
+    return markdown("a new process | first token, s | 32 tokens, s | peak memory, MB", "lrrr", rows)
 
 
 def tiers() -> str:
@@ -305,7 +328,7 @@ def benchmarks_page() -> str:
         "# Benchmarks",
         "This page is made from the files in `benchmarks/results`. `python docs/figures.py` makes it again.",
         "![Speed against perplexity](images/speed_quality.svg)",
-        "## Decoding on a CPU", "SmolLM2-135M, greedy, medians, all in one run.", decode(), machine("cpu_generate"),
+        "## Decoding on a CPU", "SmolLM2-135M, greedy, medians of one run.", decode(), fresh(), machine("cpu_generate"),
         "## The demo", "`make demo`: one small model beside plain transformers.", demo(), machine("demo_cpu"),
         "## Quality of quantized weights",
         "Perplexity on 24 windows of 1,024 tokens of Wikipedia, and on news, which no method was calibrated on. Bits "

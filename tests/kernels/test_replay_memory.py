@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hf_efficient.kernels.native import heap
 from hf_efficient.kernels.replay.recorder import Capture, interpreter
 
 
@@ -26,6 +27,14 @@ def test_a_chain_needs_the_memory_of_two_results():
     for _ in range(3):
         x.copy_(torch.randn(64, 64))
         torch.testing.assert_close(capture.replay(), forward())
+
+
+@pytest.mark.parametrize(("size", "times"), [(1 << 20, 1), (64, 0)], ids=["large", "small"])
+def test_what_a_capture_held_goes_back_to_the_system(size, times, monkeypatch):
+    x, trimmed = torch.randn(size), []
+    monkeypatch.setattr(heap, "_malloc_trim", trimmed.append)
+    capture = Capture(lambda: x.exp().neg().exp().neg().exp().neg().exp().neg().exp() + 1)
+    assert len(trimmed) == times and torch.equal(capture.replay(), capture.output)
 
 
 def test_what_somebody_else_holds_stays_where_it_is():

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
+from hf_efficient.kernels.native.heap import HeapTrimmer
 from hf_efficient.kernels.native.structs import Product
 from hf_efficient.kernels.replay import aten_instructions, fusion, memory  # noqa: F401  registers torch's ops
 from hf_efficient.kernels.replay.cuda_graph import is_graph_capturing
@@ -92,7 +93,9 @@ class Capture(TorchDispatchMode):
         results = [storage for at, storage in self._made.items() if at not in unneeded]
         self._kept += [*others.values(), buffer, *results]
         self.nbytes = sum(storage.nbytes() for storage in results) + (0 if buffer is None else buffer.nbytes)
+        freed = sum(self._made[at].nbytes() for at in unneeded)
         self._program = self._made = self._once = None
+        HeapTrimmer().count(freed)  # 40 MB of a prompt of 32 tokens, which the C library would keep
 
     @torch.no_grad()
     def replay(self):

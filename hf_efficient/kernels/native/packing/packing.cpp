@@ -46,7 +46,8 @@ template <int BITS> static INLINE void encode(const uint8_t *codes, uint32_t *wo
     for (uint32_t word : found) *words = word, words += LANES;
 }
 
-// The same of codes that have BITS bits in the checkpoint, too: a step is 4 bytes, whose even columns go to the lower half.
+// The same of codes that have BITS bits in the checkpoint, too: a step is 4 bytes, whose even columns go to the lower
+// half.
 template <int BITS> static INLINE uint32_t reorder(uint32_t codes, bool has_signs) {
     if (BITS == 8) {
         if (has_signs) codes ^= 0x80808080 ^ (~codes >> 7 & 0x01010101) * 127;
@@ -70,7 +71,8 @@ template <int BITS> static void pack(const Packing &call) {
         uint8_t *row = buffer.get<uint8_t>(width);
         for (; block < end; block++)
             for (int64_t lane = 0; lane < LANES; lane++) {
-                const int64_t index = block * LANES + lane, columns = index < call.out_features ? call.in_features : 0;
+                const int64_t index = block * LANES + lane;
+                const int64_t columns = index < call.out_features ? call.in_features : 0;
                 const uint8_t *from = call.codes + index * call.stride;
                 uint32_t *words = call.words + block * steps * LINES * LANES + lane;
                 int64_t step = 0;
