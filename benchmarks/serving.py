@@ -5,7 +5,8 @@
 Prompts of 16 to 256 random tokens, 16 to 128 new tokens each, SmolLM2-135M. Parts, each of at most two minutes:
 
 - closed: all requests at once, which gives the capacity of an engine
-- poisson: requests come at random, at `--loads` of the capacity that the result file holds
+- poisson: requests come at random, at `--loads` of the capacity that the result file holds; of ours a step takes at
+  most `--max-ms` while sequences decode
 - prefix: all at once, and all prompts begin with the same 512 tokens; prefixes are shared
 - stock: transformers' continuous batching without this package, on a sixteenth of the requests
 
@@ -80,9 +81,11 @@ class Transformers:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **loading).eval()
         generation = GenerationConfig(max_new_tokens=128, do_sample=False, eos_token_id=-1, pad_token_id=0)
         tokens = {"max_batch_tokens": 1024} if kind == "stock" else {}  # its masks of 8192 tokens take gigabytes
-        config = ContinuousBatchingConfig(
-            num_blocks=options.blocks, allow_block_sharing=bool(options.shared_prefix), **tokens
-        )
+        sharing = dict(num_blocks=options.blocks, allow_block_sharing=bool(options.shared_prefix))
+        if options.max_ms:
+            config = hf_efficient.ContinuousBatchingConfig(**sharing, max_ms_between_tokens=options.max_ms)
+        else:
+            config = ContinuousBatchingConfig(**sharing, **tokens)
         self.manager = self.model.init_continuous_batching(
             generation_config=generation, continuous_batching_config=config
         )
@@ -176,10 +179,13 @@ def work(options) -> None:
 
 
 class Worker:
-    def __init__(self, engine: str, shared_prefix: int, options):
+    def __init__(self, part: str, engine: str, options):
         python = options.vllm_python if engine == VLLM_ENGINE else sys.executable
         command = [python, __file__, "--work", engine, "--model", options.model, "--threads", str(options.threads)]
-        command += ["--shared-prefix", str(shared_prefix), "--blocks", str(options.blocks)]
+        command += ["--blocks", str(options.blocks)]
+        if part == "prefix":
+            command += ["--shared-prefix", str(SHARED_PREFIX)]
+        command += ["--max-ms", str(options.max_ms if part == "poisson" and engine in OURS else 0)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
@@ -205,8 +211,7 @@ def measure(part: str, capacity: dict[str, float], options) -> list[dict]:
         each for each in harness.matching(PARTS[part], options.engines) if options.vllm_python or each != VLLM_ENGINE
     ]
     count = max(1, options.requests // STOCK_SHARE) if part == "stock" else options.requests
-    shared = SHARED_PREFIX if part == "prefix" else 0
-    workers, rows = {engine: Worker(engine, shared, options) for engine in engines}, []
+    workers, rows = {engine: Worker(part, engine, options) for engine in engines}, []
     try:
         for turn in range(-1, options.repeats):  # the first warms up
             for load in options.loads if part == "poisson" and turn >= 0 else (None,):
@@ -305,6 +310,7 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--loads", nargs="+", type=float, default=LOADS, help="shares of the capacity of each engine")
     parser.add_argument("--blocks", type=int, default=192, help="pages of 256 tokens")
+    parser.add_argument("--max-ms", type=float, default=75, help="`max_ms_between_tokens` of ours in `poisson`")
     parser.add_argument("--quick", action="store_true", help="8 requests, once")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--shared-prefix", type=int, default=0, help=argparse.SUPPRESS)

@@ -218,6 +218,11 @@ def demo() -> str:
     return report.table(load("demo_cpu"))
 
 
+def serving() -> str:
+    """The table of benchmarks/serving.py, which is made of its result file."""
+    return f"{(RESULTS / 'serving.md').read_text().strip()}\n\n{machine('serving')}"
+
+
 def machine(name: str) -> str:
     """Where the results of a file come from, in a sentence."""
     environment = load(name)
@@ -293,6 +298,7 @@ FIGURES = {
     "prompts": prompts,
     "learning": learning,
     "demo": demo,
+    "serving": serving,
     "environments": environments,
     "import_time": import_time,
     "upstream": upstream,
