@@ -312,6 +312,7 @@ def benchmarks_page() -> str:
         "This page is made from the files in `benchmarks/results`. `python docs/figures.py` makes it again.",
         "![Speed against perplexity](images/speed_quality.svg)",
         "## Decoding on a CPU", "SmolLM2-135M, greedy, medians, all in one run.", decode(), machine("cpu_generate"),
+        "## Serving", "`benchmarks/serving.py`: many requests at once, as docs/serving.md says.", serving(),
         "## The demo", "`make demo`: one small model beside plain transformers.", demo(), machine("demo_cpu"),
         "## Quality of quantized weights",
         "Perplexity on 24 windows of 1,024 tokens of Wikipedia, and on news, which no method was calibrated on. Bits "

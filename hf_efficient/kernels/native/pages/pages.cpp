@@ -154,8 +154,9 @@ static void attend(const AttentionCall &call, const Reader &pages, const Reader 
     for (int64_t sequence = 0; sequence < call.batch; sequence++) total += call.length(sequence);
     while (total / longest * call.heads * of_unit * TILE_BLOCKS * LANES > PARTIALS) longest *= 2;
     const Schedule schedule(call, longest);
-    // heads of a unit
-    const int64_t at_once = schedule.spans.size() > 2 && token_bytes * TILE_TOKENS <= TILE_BYTES ? call.heads : 1;
+    // heads of a unit; few spans of a prompt are shared by heads, as they take long
+    const size_t few = call.width > 16 ? 8 : 2;
+    const int64_t at_once = schedule.spans.size() > few && token_bytes * TILE_TOKENS <= TILE_BYTES ? call.heads : 1;
     const int64_t units = schedule.spans.size() * (call.heads / at_once), all_rows = schedule.rows * call.heads;
     static thread_local Buffer softmaxes, sums;
     const Results results = {call.heads, channels.count, softmaxes.get<Softmax>(all_rows),
