@@ -1,5 +1,5 @@
-// Sequences side by side that begin with the same pages, as those with one system prompt do. The queries of all of them
-// attend to these pages at once, which are read once (Juravsky et al. 2024, "Hydragen", https://arxiv.org/abs/2402.05099).
+// Sequences side by side that begin with the same pages, as those with one system prompt do. All their queries attend
+// to these pages at once, which are read once (Juravsky et al. 2024, "Hydragen", https://arxiv.org/abs/2402.05099).
 
 #pragma once
 #include "page_call.h"
