@@ -173,7 +173,8 @@ static void attend(const AttentionCall &call, const Reader &pages, const Reader 
     parallel(units, [&](int64_t unit, int64_t end) {
         auto stretch = [&](const Span &span, int64_t begin, int64_t end) -> Stretch {
             const Reader &by = span.in_ring ? rings : pages;
-            return {span.call, span.sequence, span.in_ring, begin, std::min(end, span.end), by.key_bytes, by.value_bytes};
+            const int64_t last = std::min(end, span.end);
+            return {span.call, span.sequence, span.in_ring, begin, last, by.key_bytes, by.value_bytes};
         };
         std::vector<Partial> parts(at_once);
         // heads of one span follow each other because they share cache lines
