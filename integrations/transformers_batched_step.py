@@ -88,9 +88,11 @@ class BatchedIOs(ContinuousBatchingIOs):
         )
 
     def get_model_kwargs(self, use_padding: bool = False):
-        """As transformers'; for a batch of ours only what processors of logits read."""
-        if self.batch is None:
-            return super().get_model_kwargs(use_padding)
+        """As transformers'; nothing for a batch of ours."""
+        return super().get_model_kwargs(use_padding) if self.batch is None else {}
+
+    def sampling_inputs(self) -> dict:
+        """Of a batch of ours, what processors of logits read."""
         counts = [count for count in self.batch[1] if count]
         last = [token for request, count in zip(*self.batch) if count for token in request.tokens[-count:]]
         last += [0] * (self.num_request_in_batch - len(counts))
@@ -200,7 +202,8 @@ class BatchedRunner(ModelRunner):
             return super().compute_batch(model, batch_data)
         if self._forwards is None:
             self._forwards = PageForwards(ios.pages)
-        step, start = self._forwards.of(model), perf_counter()
+        goes_on = all(future.state.generated_tokens for future in ios.requests_in_batch)
+        step, start = self._forwards.of(model, goes_on), perf_counter()
         logits, best = step(*ios.batch)
         if step.is_steady:
             tokens = sum(len(request.tokens) for request in ios.batch[0])
@@ -209,8 +212,9 @@ class BatchedRunner(ModelRunner):
             # without drafts a row for each request, as transformers samples them, so that a seed gives the same draws
             padding = logits.new_zeros(sum(not count for count in ios.batch[1]), logits.shape[1])
             ready = SimpleNamespace(logits=torch.cat([logits, padding])[None])
-            batch_data["logits_to_keep"] = batch_data["logits_indices"]  # they are the ones that are asked for
-            self._forward_process_and_sample(lambda **_: ready, batch_data, *ios.get_cb_kwargs())
+            inputs = ios.sampling_inputs()
+            inputs["logits_to_keep"] = inputs["logits_indices"]  # they are the ones that are asked for
+            self._forward_process_and_sample(lambda **_: ready, inputs, *ios.get_cb_kwargs())
         else:
             ios.output_ids[0, : len(best)] = best
 

@@ -7,17 +7,25 @@ from hf_efficient.generation import model_state
 from hf_efficient.generation.replay.captured_step import CapturedStep
 
 
+# Of the steps of an answer, those that look whether the model has changed. A look takes 0.25 ms for 30 layers.
+STEPS_A_LOOK = 8
+
+
 class PageForwards:
     """The captured forwards over `pages` of a model as it is now."""
 
     def __init__(self, pages: RequestPages):
-        self.pages, self._version, self._step = pages, None, None
+        self.pages, self._version, self._step, self._unlooked = pages, None, None, 0
 
-    def of(self, model) -> CapturedStep:
-        version = model_state.current(model)
-        if version is not self._version:
-            self._version = version
-            self._step = CapturedStep(self.pages, _forward_of(model, self.pages), version.is_capturable)
+    def of(self, model, goes_on: bool = False) -> CapturedStep:
+        """goes_on: whether all requests have tokens of the model as it was, so that a change may be noticed some steps
+        later."""
+        self._unlooked += 1
+        if self._step is None or not goes_on or self._unlooked >= STEPS_A_LOOK:
+            version, self._unlooked = model_state.current(model), 0
+            if version is not self._version:
+                self._version = version
+                self._step = CapturedStep(self.pages, _forward_of(model, self.pages), version.is_capturable)
         return self._step
 
 

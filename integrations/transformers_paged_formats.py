@@ -17,7 +17,7 @@ from hf_efficient.kernels.attention import api
 
 
 FORMATS = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
-CPU_BATCH_TOKENS = 256  # default of `max_batch_tokens` on a CPU: more in one forward take as long a token
+CPU_BATCH_TOKENS = 512  # default of `max_batch_tokens` on a CPU: as many as one forward takes
 CODES: ContextVar[torch.dtype | None] = ContextVar("codes of the cache that is being built", default=None)
 
 
@@ -91,7 +91,7 @@ class ContinuousBatchingConfig(transformers.ContinuousBatchingConfig):
 
 class FormattedCache(PagedAttentionCache):
     """transformers' cache, built with the pages that `continuous_batching_config.kv_format` asks for. On a CPU
-    `max_batch_tokens` is 256 where none is given: transformers' 8192 would keep sequences that decode waiting for
+    `max_batch_tokens` is 512 where none is given: transformers' 8192 would keep sequences that decode waiting for
     seconds, and gain nothing."""
 
     def __init__(self, config, continuous_batching_config, device, *args, **kwargs):

@@ -6,6 +6,7 @@ reads, which stay where they lie so that it can be captured, and its attention.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -69,7 +70,7 @@ class RequestPages:
 
     def _make_tables(self, blocks: int) -> None:
         self.tables = [torch.zeros(self.most_tokens, blocks, dtype=torch.int32) for _ in self.groups]
-        self._blocks = [table.numpy().copy() for table in self.tables]  # before they are multiplied by the stride
+        self._filled = [[[]] * self.most_tokens for _ in self.groups]  # the blocks that each row of a table holds
 
     def takes(self, past: int, count: int) -> bool:
         """Whether one forward takes `count` new tokens of a request with `past` tokens: in a ring, several new ones
@@ -78,29 +79,29 @@ class RequestPages:
 
     def fill(self, requests: list[NewTokens], width: int) -> None:
         """Sets the tensors for a forward of `width` tokens: those of `requests`, and padding behind them."""
-        tokens, positions, starts, lengths = [], [], [0], []
-        for request in requests:
-            tokens += request.tokens
-            positions += range(request.past, request.past + len(request.tokens))
-            starts.append(len(tokens))
-            lengths.append(request.past)
-        count, rows, self.width = len(tokens), len(requests), width
+        longest = max(len(table) for request in requests for table in request.tables)
+        if longest > self.tables[0].shape[1]:
+            self._make_tables(1 << (longest - 1).bit_length())
+            self.version += 1
+        ends = list(accumulate(len(request.tokens) for request in requests))
+        count, rows, self.width = ends[-1], len(requests), width
+        positions = chain.from_iterable(range(past, past + len(tokens)) for tokens, past, _ in requests)
+        tokens = chain.from_iterable(request.tokens for request in requests)
         for tensor, values in ((self.tokens[0], tokens), (self.positions[0], positions)):
             array = tensor.numpy()
-            array[:count], array[count:width] = values, 0
-        self.starts.numpy()[: rows + 1], self.starts.numpy()[rows + 1 : width + 1] = starts, count
-        self.lengths.numpy()[:rows], self.lengths.numpy()[rows:width] = lengths, 0
+            array[:count], array[count:width] = list(values), 0
+        starts, lengths = self.starts.numpy(), self.lengths.numpy()
+        starts[1 : rows + 1], starts[rows + 1 : width + 1] = ends, count
+        lengths[:rows], lengths[rows:width] = [request.past for request in requests], 0
         for number, group in enumerate(self.groups):
-            longest = max(len(request.tables[number]) for request in requests)
-            if longest > self.tables[number].shape[1]:
-                self._make_tables(1 << (longest - 1).bit_length())
-                self.version += 1
-                return self.fill(requests, width)
-            blocks = self._blocks[number][:rows, :longest]
-            for row, request in zip(blocks, requests):
-                table = request.tables[number]
-                row[: len(table)] = table
-            self.tables[number].numpy()[:rows, :longest] = blocks * group.stride
+            self._fill_table(number, group.stride, [request.tables[number] for request in requests])
+
+    def _fill_table(self, number: int, stride: int, tables: list[list[int]]) -> None:
+        """Writes the rows that hold other blocks now."""
+        filled, array = self._filled[number], self.tables[number].numpy()
+        for row in [row for row, (now, before) in enumerate(zip(tables, filled)) if now != before]:
+            array[row, : len(tables[row])] = [block * stride for block in tables[row]]
+            filled[row] = tables[row].copy()
 
     def attend(self, layer: int, query, key, value, *, softmax_scale, causal, window_size, softcap, s_aux):
         """Writes key, value [1, Hk, T, D] of the current forward and attends over the pages of `layer` with query [1,

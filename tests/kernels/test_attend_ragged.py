@@ -15,13 +15,18 @@ pytestmark = pytest.mark.usefixtures("two_threads", "tier")
 HEADS, GROUP, DIM, PAGE, PADDING = 2, 3, 16, 4, 5
 NEW, PAST = [1, 1, 5, 0, 70, 3, 1], [0, 13, 3, 7, 9, 2, 30]
 RING = dict(new=[1, 1, 3, 0, 1, 10], past=[0, 13, 2, 7, 33, 0], wrap=10)  # those that outgrow it take one token
+# Prefixes of 16 pages that are read once for several sequences; the one in the middle has another.
+SHARED = dict(new=[1] * 6 + [1, 2] + [2] * 6 + [9], past=[64, 70, 69, 81, 66, 65, 70, 64, 90, 68, 69, 71, 64, 67, 65])
+SHARED["shared"] = 16
 
 
-def make(dtype=torch.float32, new=NEW, past=PAST, wrap=0):
-    """The arguments of `attend_ragged` by position; pages in random order."""
+def make(dtype=torch.float32, new=NEW, past=PAST, wrap=0, shared=0):
+    """The arguments of `attend_ragged` by position; pages in random order. shared: first pages of all sequences but the
+    seventh."""
     generator = torch.Generator().manual_seed(0)
     longest = wrap or max(a + b for a, b in zip(new, past))
     table = torch.randperm(len(new) * -(-longest // PAGE), generator=generator).int().view(len(new), -1)
+    table[[row for row in range(len(new)) if row != 6], :shared] = table[0, :shared].clone()
     tokens = sum(new) + PADDING
     shapes = (tokens, HEADS * GROUP, DIM), *[(tokens, HEADS, DIM)] * 2, *[(table.numel(), PAGE, HEADS, DIM)] * 2
     tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
@@ -61,6 +66,8 @@ def expected(arguments, wrap=0, left=-1, softmax_scale=DIM**-0.5, softcap=0.0, s
         (RING, dict(wrap=10, left=9)),
         ({}, dict(softmax_scale=0.3, softcap=5.0)),
         ({}, dict(s_aux=torch.linspace(-1, 1, HEADS * GROUP))),
+        (SHARED, dict(s_aux=torch.linspace(-1, 1, HEADS * GROUP))),
+        (SHARED, dict(left=6)),
     ],
 )
 def test_attention_and_pages(dtype, shapes, options):
@@ -74,7 +81,7 @@ def test_attention_and_pages(dtype, shapes, options):
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize(("shapes", "options"), [({}, {}), (RING, dict(wrap=10, left=9))])
+@pytest.mark.parametrize(("shapes", "options"), [({}, {}), (RING, dict(wrap=10, left=9)), (SHARED, {})])
 def test_pages_that_do_not_lie_end_to_end(kind, shapes, options):
     """Codes and scales of a page stand together, as in transformers' pool: the same bits as in tensors of their own,
     and nothing is written between them."""

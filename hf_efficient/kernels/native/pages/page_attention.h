@@ -5,9 +5,11 @@
 #include "page_tiles.h"
 #include "visibility.h"
 
-struct Span {  // tokens [begin, end) of a sequence, all in pages or all in its ring
+struct Span {  // tokens [begin, end) of a sequence of `call`, all in pages or all in its ring
+    const AttentionCall *call;
     int64_t sequence, begin, end;
     bool in_ring;
+    int64_t row = 0;  // of the results, its first
 };
 
 // The result of a span: a Softmax for each row of queries, and the weighted sums of values [block of channels][row][4]
@@ -176,8 +178,8 @@ static SHARED void add_values(const Tile &tile, Scales scales, float middle, con
 // Attends over a span, tile by tile, for `heads` key heads from `first_head` on, whose keys lie side by side. results:
 // one for each head. A: the arithmetic. F: the format of the pages or of the ring.
 template <class A, class F>
-static void attend_span(const AttentionCall &call, const Span &span, int64_t first_head, int64_t heads, Prefetch ahead,
-                        const Partial *results) {
+static void attend_span(const Span &span, int64_t first_head, int64_t heads, Prefetch ahead, const Partial *results) {
+    const AttentionCall &call = *span.call;
     typedef typename A::Term Term;
     constexpr int TERMS = TILE_TOKENS / A::NUMBERS;  // of a tile's tokens
     const Source source = {call, span.sequence, span.in_ring};

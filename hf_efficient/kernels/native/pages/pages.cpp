@@ -5,7 +5,9 @@
 
 #include "page_append.h"
 #include "page_attention.h"
+#include "shared_pages.h"
 #include "layout.h"
+#include <array>
 #include <atomic>
 #include <vector>
 
@@ -26,33 +28,65 @@ constexpr int64_t PARTIALS = 1 << 22;   // floats of all spans' results; beyond 
 
 struct Schedule {
     std::vector<Span> spans;
-    std::vector<int64_t> first;  // span of each sequence, and their number
+    std::vector<std::array<int64_t, 2>> own;  // of each sequence, its first span and the one behind its last
+    std::vector<int64_t> group;               // of each sequence, -1: none
+    std::vector<SharedPages> groups;
+    std::vector<std::vector<int64_t>> shared;  // spans of each group
+    int64_t rows = 0;                          // of all spans
 
-    Schedule(const AttentionCall &call, int64_t longest) {
+    Schedule(const AttentionCall &call, int64_t longest) : group(call.batch, -1), groups(shared_pages(call)) {
+        std::vector<Span> of_groups;
+        for (size_t i = 0; i < groups.size(); i++) {
+            for (int64_t j = 0; j < groups[i].count; j++) group[groups[i].first + j] = i;
+            cut({&groups[i].call, 0, 0, groups[i].tokens, false}, longest, of_groups);
+        }
+        shared.resize(groups.size());
+        size_t next = 0;  // of the groups' spans, which take long: threads share them
         for (int64_t sequence = 0; sequence < call.batch; sequence++) {
-            first.push_back(spans.size());
+            while (next < of_groups.size() && sequence * int64_t(of_groups.size()) >= int64_t(next) * call.batch)
+                add_shared(of_groups[next++]);
             const int64_t length = call.length(sequence), in_pages = call.in_pages(sequence),
                           seen = Visibility(call, sequence).first_seen();
-            cut({sequence, std::min(seen, in_pages), in_pages, false}, longest);
-            cut({sequence, std::max(seen, in_pages), length, true}, longest);
+            const int64_t begin = group[sequence] < 0 ? seen : groups[group[sequence]].tokens;
+            own.push_back({(int64_t)spans.size(), 0});
+            cut({&call, sequence, std::min(begin, in_pages), in_pages, false}, longest, spans);
+            cut({&call, sequence, std::max(seen, in_pages), length, true}, longest, spans);
+            own.back()[1] = spans.size();
         }
-        first.push_back(spans.size());
+        for (Span &span : spans) span.row = rows, rows += span.call->height();
     }
-    void cut(const Span &all, int64_t longest) {  // in equal parts that begin at tiles
+    void add_shared(const Span &span) {
+        size_t of = 0;
+        while (span.call != &groups[of].call) of++;
+        shared[of].push_back(spans.size());
+        spans.push_back(span);
+    }
+    static void cut(const Span &all, int64_t longest, std::vector<Span> &to) {  // in equal parts that begin at tiles
         const int64_t begin = all.begin / TILE_TOKENS * TILE_TOKENS, count = ceil_div(all.end - begin, longest);
         if (all.end <= all.begin) return;
         const int64_t part = ceil_div(ceil_div(all.end - begin, count), TILE_TOKENS) * TILE_TOKENS;
         for (int64_t start = begin; start < all.end; start += part)
-            spans.push_back({all.sequence, std::max(start, all.begin), std::min(start + part, all.end), all.in_ring});
+            to.push_back({all.call, all.sequence, std::max(start, all.begin), std::min(start + part, all.end),
+                          all.in_ring});
+    }
+    // Calls body(span, row) for the spans of a sequence. row: of its first query in the rows of the span.
+    template <class F> INLINE void for_spans(int64_t sequence, F body) const {
+        for (int64_t span = own[sequence][0]; span < own[sequence][1]; span++) body(span, 0);
+        if (group[sequence] < 0) return;
+        const int64_t row = (sequence - groups[group[sequence]].first);
+        for (int64_t span : shared[group[sequence]]) body(span, row);
     }
 };
 
 struct Results {
-    int64_t rows, per_unit;  // per_unit: sums [rows][4] vectors of a span and head
+    int64_t heads, blocks;  // blocks: of channels
     Softmax *softmax;
     Floats (*sums)[TILE_BLOCKS];
 
-    Partial of(int64_t unit) const { return {softmax + unit * rows, sums + unit * per_unit}; }
+    Partial of(const Span &span, int64_t head) const {
+        const int64_t row = span.row * heads + head * span.call->height();
+        return {softmax + row, sums + row * blocks};
+    }
 };
 
 static void store(void *out, int64_t type, int64_t at, int64_t count, Floats values) {
@@ -66,22 +100,30 @@ static void combine(const AttentionCall &call, const Schedule &schedule, const R
     const int64_t dim = call.v_cache.dim;
     for (int64_t m = 0; m < call.height(); m++) {
         const int64_t query_head = head * call.group() + m / call.width, query = m % call.width;
+        // the row of a span whose queries begin with those of other sequences
+        auto row_of = [&](const Span &span, int64_t before) {
+            return m / call.width * span.call->width + before * call.width + query;
+        };
         const float sink = call.s_aux ? call.s_aux[query_head] * LOG2_E : -INFINITY;
         float top = std::max(LOWEST, sink);
-        for (int64_t span = schedule.first[sequence]; span < schedule.first[sequence + 1]; span++)
-            top = std::max(top, results.of(span * call.heads + head).softmax[m].top);
+        schedule.for_spans(sequence, [&](int64_t index, int64_t before) {
+            const Span &span = schedule.spans[index];
+            top = std::max(top, results.of(span, head).softmax[row_of(span, before)].top);
+        });
         float total = sink == -INFINITY ? 0.0f : exp2f(sink - top);
         Floats sums[16];
         for (int64_t v = 0; v < channels.vectors; v++) sums[v] = Floats{};  // those alone: 16 are written by a slow loop
-        for (int64_t span = schedule.first[sequence]; span < schedule.first[sequence + 1]; span++) {
-            const Partial part = results.of(span * call.heads + head);
-            const float weight = part.softmax[m].top == top ? 1.0f : exp2f(part.softmax[m].top - top);
-            total += part.softmax[m].total * weight;
+        schedule.for_spans(sequence, [&](int64_t index, int64_t before) {
+            const Span &span = schedule.spans[index];
+            const Partial part = results.of(span, head);
+            const int64_t row = row_of(span, before);
+            const float weight = part.softmax[row].top == top ? 1.0f : exp2f(part.softmax[row].top - top);
+            total += part.softmax[row].total * weight;
             for (int64_t v = 0; v < channels.vectors; v++) {
                 const int64_t block = channels.block_of[v];
-                sums[v] += part.sums[block * results.rows + m][v - channels.block[block].first] * weight;
+                sums[v] += part.sums[block * span.call->height() + row][v - channels.block[block].first] * weight;
             }
-        }
+        });
         const int64_t at = ((sequence * call.width + query) * call.query_heads + query_head) * dim;
         const float inverse = total == 0 ? 0 : 1 / total;
         for (int64_t v = 0; v < channels.vectors; v++)
@@ -95,7 +137,7 @@ static void combine(const AttentionCall &call, const Schedule &schedule, const R
 // How a format is read: bytes of a token and head, and `attend_span` of the format.
 struct Reader {
     int64_t key_bytes, value_bytes;
-    void (*attend_span)(const AttentionCall &, const Span &, int64_t, int64_t, Prefetch, const Partial *);
+    void (*attend_span)(const Span &, int64_t, int64_t, Prefetch, const Partial *);
 };
 
 template <class A, class F> static Reader reader(const AttentionCall &call) {  // A: the arithmetic
@@ -112,24 +154,27 @@ static void attend(const AttentionCall &call, const Reader &pages, const Reader 
     for (int64_t sequence = 0; sequence < call.batch; sequence++) total += call.length(sequence);
     while (total / longest * call.heads * of_unit * TILE_BLOCKS * LANES > PARTIALS) longest *= 2;
     const Schedule schedule(call, longest);
-    // heads of a unit
-    const int64_t at_once = schedule.spans.size() > 2 && token_bytes * TILE_TOKENS <= TILE_BYTES ? call.heads : 1;
-    const int64_t units = schedule.spans.size() * (call.heads / at_once), partials = schedule.spans.size() * call.heads;
+    // heads of a unit; few spans of a prompt are shared by heads, as they take long
+    const size_t few = call.width > 16 ? 8 : 2;
+    const int64_t at_once = schedule.spans.size() > few && token_bytes * TILE_TOKENS <= TILE_BYTES ? call.heads : 1;
+    const int64_t units = schedule.spans.size() * (call.heads / at_once), all_rows = schedule.rows * call.heads;
     static thread_local Buffer softmaxes, sums;
-    const Results results = {rows, of_unit, softmaxes.get<Softmax>(partials * rows),
-                             (Floats(*)[TILE_BLOCKS])sums.get<Floats>(partials * of_unit * TILE_BLOCKS)};
+    const Results results = {call.heads, channels.count, softmaxes.get<Softmax>(all_rows),
+                             (Floats(*)[TILE_BLOCKS])sums.get<Floats>(all_rows * channels.count * TILE_BLOCKS)};
     // whoever finishes the last span combines them
     std::vector<std::atomic<int64_t>> spans_left(call.batch * call.heads);
     for (int64_t sequence = 0; sequence < call.batch; sequence++)
         for (int64_t head = 0; head < call.heads; head++) {
-            const int64_t count = schedule.first[sequence + 1] - schedule.first[sequence];
+            int64_t count = 0;
+            schedule.for_spans(sequence, [&](int64_t, int64_t) { count++; });
             spans_left[sequence * call.heads + head] = count;
             if (count == 0) combine(call, schedule, results, channels, sequence, head);
         }
     parallel(units, [&](int64_t unit, int64_t end) {
         auto stretch = [&](const Span &span, int64_t begin, int64_t end) -> Stretch {
             const Reader &by = span.in_ring ? rings : pages;
-            return {&call, span.sequence, span.in_ring, begin, std::min(end, span.end), by.key_bytes, by.value_bytes};
+            const int64_t last = std::min(end, span.end);
+            return {span.call, span.sequence, span.in_ring, begin, last, by.key_bytes, by.value_bytes};
         };
         std::vector<Partial> parts(at_once);
         // heads of one span follow each other because they share cache lines
@@ -143,11 +188,15 @@ static void attend(const AttentionCall &call, const Reader &pages, const Reader 
                 ahead.stretches[0] = stretch(span, second, span.end);
                 ahead.stretches[1] = stretch(next, next.begin, next.begin + TILE_TOKENS);
             }
-            for (int64_t h = 0; h < at_once; h++) parts[h] = results.of(unit / groups * call.heads + head + h);
-            (span.in_ring ? rings : pages).attend_span(call, span, head, at_once, ahead, parts.data());
-            for (int64_t h = head; h < head + at_once; h++)
-                if (--spans_left[span.sequence * call.heads + h] == 0)
-                    combine(call, schedule, results, channels, span.sequence, h);
+            for (int64_t h = 0; h < at_once; h++) parts[h] = results.of(span, head + h);
+            (span.in_ring ? rings : pages).attend_span(span, head, at_once, ahead, parts.data());
+            int64_t first = span.sequence, count = 1;
+            for (const SharedPages &group : schedule.groups)
+                if (&group.call == span.call) first = group.first, count = group.count;
+            for (int64_t sequence = first; sequence < first + count; sequence++)
+                for (int64_t h = head; h < head + at_once; h++)
+                    if (--spans_left[sequence * call.heads + h] == 0)
+                        combine(call, schedule, results, channels, sequence, h);
         }
     });
 }
