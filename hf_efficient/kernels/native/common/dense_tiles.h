@@ -27,7 +27,8 @@ static void dequantize_tile(const DenseWeight &w, int64_t block, int blocks, int
                     square[i] = *(const Words *)at;
                 }
             } else
-                for (int64_t i = 0; i < LANES; i++) square[i] = i < count ? *(const Words *)(at + i * w.width) : Words{};
+                for (int64_t i = 0; i < LANES; i++)
+                    square[i] = i < count ? *(const Words *)(at + i * w.width) : Words{};
             transpose(square);
             Floats *to = tile + (step - first) * LANES * blocks + b;
             for (int t = 0; t < LANES; t++) to[t * blocks] = (Floats)square[t];

@@ -112,7 +112,8 @@ static void combine(const AttentionCall &call, const Schedule &schedule, const R
         });
         float total = sink == -INFINITY ? 0.0f : exp2f(sink - top);
         Floats sums[16];
-        for (int64_t v = 0; v < channels.vectors; v++) sums[v] = Floats{};  // those alone: 16 are written by a slow loop
+        // those alone: 16 are written by a slow loop
+        for (int64_t v = 0; v < channels.vectors; v++) sums[v] = Floats{};
         schedule.for_spans(sequence, [&](int64_t index, int64_t before) {
             const Span &span = schedule.spans[index];
             const Partial part = results.of(span, head);
