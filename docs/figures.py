@@ -7,15 +7,16 @@ A table stands in a Markdown file between `<!-- figure: NAME -->` and `<!-- end 
 """
 
 import argparse
-import json
 import re
 import sys
 from pathlib import Path
 
+from environment_figures import environments, import_time, upstream
+from result_files import RESULTS, load, machine, markdown
+
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-RESULTS = ROOT / "benchmarks" / "results"
 MARKED = re.compile(r"(<!-- figure: (\w+) -->\n).*?(<!-- end -->)", re.S)
 
 # name in quality.json -> what a reader calls it
@@ -84,17 +85,6 @@ POINTS = (
     ("ours int4", "int4 g64 gptq refine", "int4, GPTQ refined", (-40, -16), True),
     ("ours int4", "int4 g64 rtn", "int4, to nearest", (-36, -16), True),
 )
-
-
-def load(name: str) -> dict:
-    """The results of `benchmarks/results/<name>.json`."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def markdown(header: str, align: str, rows: list[list[str]]) -> str:
-    """A Markdown table. align: one letter a column, "l" or "r"."""
-    lines = [f"| {header} |", "| " + " | ".join("---:" if side == "r" else "---" for side in align) + " |"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def quality_rows(names) -> list[list[str]]:
@@ -244,72 +234,6 @@ def demo() -> str:
 def serving() -> str:
     """The table of benchmarks/serving.py, which is made of its result file."""
     return f"{(RESULTS / 'serving.md').read_text().strip()}\n\n{machine('serving')}"
-
-
-def machine(name: str) -> str:
-    """Where the results of a file come from, in a sentence."""
-    environment = load(name)
-    environment = environment.get("environment") or next(iter(environment.values()))["environment"]
-    hardware, versions = environment["hardware"], environment["versions"]
-    return (
-        f"From `benchmarks/results/{name}.json`: {hardware['cores']} cores of {hardware['cpu']}, torch "
-        f"{versions['torch']}, transformers {versions['transformers']}, {environment['date'][:10]}."
-    )
-
-
-def environments() -> str:
-    """What the contract suite did in each environment of `tests/environments`."""
-    rows, later, absent = [], {}, []
-    for path in sorted((RESULTS / "environments").glob("*.json")):
-        found = json.loads(path.read_text())
-        if "conflict" in found:
-            absent.append(f"- {path.stem}: not installed, because {found['conflict']}.")
-            continue
-        versions = [found["versions"].get(name, "") for name in ("transformers", "torch")]
-        for feature in found["needs_later"]:
-            later.setdefault(feature, []).append(path.stem)
-        counts = [
-            found["passed"],
-            sum(found["needs_later"].values()),
-            len(found["failed"]),
-            sum(found["skipped"].values()),
-        ]
-        rows.append([path.stem, *versions, found["python"], *map(str, counts)])
-    header = "environment | transformers | torch | Python | passed | refused by name | failed | skipped"
-    features = [f"- {feature}: {', '.join(names)}." for feature, names in sorted(later.items())]
-    parts = [
-        markdown(header, "llllrrrr", rows),
-        "\n".join(absent),
-        *(["What is refused by name, or runs as transformers runs it:"] if features else []),
-    ]
-    return "\n\n".join(part for part in (*parts, "\n".join(features)) if part)
-
-
-def upstream() -> str:
-    """transformers' own tests with and without `import hf_efficient`."""
-    rows = []
-    for found in load("upstream"):
-        without, with_us = found["without"], found["with"]
-        counts = [without.get("passed", 0), with_us.get("passed", 0), found["refused"], found["different"]]
-        rows.append([found["target"], found["transformers"], *map(str, counts)])
-    header = "tests | transformers | passed without | passed with | refused by name | different"
-    return markdown(header, "llrrrr", rows)
-
-
-def import_time() -> str:
-    """Seconds that `import hf_efficient` adds, with the oldest and the newest transformers, and the wheel's size."""
-    rows = []
-    for found in load("import_time")["results"].values():
-        seconds = found["seconds"]
-        added = max(
-            0.0, seconds["transformers and hf_efficient"] - seconds["transformers"]
-        )  # medians may change places
-        model, with_model = seconds["a model"], seconds["a model and hf_efficient"]
-        plain = [f"{value:.2f}" for value in (seconds["transformers"], added, model, with_model - model)]
-        rows.append([found["versions"]["transformers"], *plain])
-    header = "transformers | `import transformers` | and `hf_efficient` | `LlamaForCausalLM` of it | and `hf_efficient`"
-    wheel = load(f"environments/{next(reversed(load('import_time')['results']))}")["wheel_bytes"]
-    return f"{markdown(header, 'lrrrr', rows)}\n\nThe wheel has {wheel / 1e6:.1f} MB."
 
 
 FIGURES = {

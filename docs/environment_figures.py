@@ -1,0 +1,60 @@
+"""The tables of environments: what was installed, what its tests did, how long an import takes."""
+
+import json
+
+from result_files import RESULTS, load, markdown
+
+
+def environments() -> str:
+    """What the contract suite did in each environment of `tests/environments`."""
+    rows, later, absent = [], {}, []
+    for path in sorted((RESULTS / "environments").glob("*.json")):
+        found = json.loads(path.read_text())
+        if "conflict" in found:
+            absent.append(f"- {path.stem}: not installed, because {found['conflict']}.")
+            continue
+        versions = [found["versions"].get(name, "") for name in ("transformers", "torch")]
+        for feature in found["needs_later"]:
+            later.setdefault(feature, []).append(path.stem)
+        counts = [
+            found["passed"],
+            sum(found["needs_later"].values()),
+            len(found["failed"]),
+            sum(found["skipped"].values()),
+        ]
+        rows.append([path.stem, *versions, found["python"], *map(str, counts)])
+    header = "environment | transformers | torch | Python | passed | refused by name | failed | skipped"
+    features = [f"- {feature}: {', '.join(names)}." for feature, names in sorted(later.items())]
+    parts = [
+        markdown(header, "llllrrrr", rows),
+        "\n".join(absent),
+        *(["What is refused by name, or runs as transformers runs it:"] if features else []),
+    ]
+    return "\n\n".join(part for part in (*parts, "\n".join(features)) if part)
+
+
+def upstream() -> str:
+    """transformers' own tests with and without `import hf_efficient`."""
+    rows = []
+    for found in load("upstream"):
+        without, with_us = found["without"], found["with"]
+        counts = [without.get("passed", 0), with_us.get("passed", 0), found["refused"], found["different"]]
+        rows.append([found["target"], found["transformers"], *map(str, counts)])
+    header = "tests | transformers | passed without | passed with | refused by name | different"
+    return markdown(header, "llrrrr", rows)
+
+
+def import_time() -> str:
+    """Seconds that `import hf_efficient` adds, with the oldest and the newest transformers, and the wheel's size."""
+    rows = []
+    for found in load("import_time")["results"].values():
+        seconds = found["seconds"]
+        added = max(
+            0.0, seconds["transformers and hf_efficient"] - seconds["transformers"]
+        )  # medians may change places
+        model, with_model = seconds["a model"], seconds["a model and hf_efficient"]
+        plain = [f"{value:.2f}" for value in (seconds["transformers"], added, model, with_model - model)]
+        rows.append([found["versions"]["transformers"], *plain])
+    header = "transformers | `import transformers` | and `hf_efficient` | `LlamaForCausalLM` of it | and `hf_efficient`"
+    wheel = load(f"environments/{next(reversed(load('import_time')['results']))}")["wheel_bytes"]
+    return f"{markdown(header, 'lrrrr', rows)}\n\nThe wheel has {wheel / 1e6:.1f} MB."
