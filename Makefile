@@ -15,12 +15,12 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/hf-efficient demo --output output/demo
 
-# What takes longest comes first, so that both processes end together.
-LONG := tests/test_docs.py tests/test_examples.py
+# The files that take longest come first, so that both processes end together.
+TESTS := $(wildcard tests/test_*.py) $(wildcard tests/*/)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
-		$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(LONG) tests
+		$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 # The native kernels' numeric tests in the tiers of ARM: cross-compiled here, run by qemu (tests/emulated.py). Without
 # both they are skipped: apt-get install g++-aarch64-linux-gnu qemu-user. Left out is what takes long and adds nothing

@@ -8,6 +8,7 @@ this, the process of a quantized model is larger than that of the original.
 import ctypes
 import mmap
 import os
+import sys
 from bisect import bisect_right
 from collections.abc import Iterable
 
@@ -63,7 +64,7 @@ class MappedFiles:
 
     def __init__(self, files: Iterable[str]):
         paths, self._ranges = {os.path.realpath(file) for file in files}, []
-        if _madvise is None or not paths or not os.path.exists("/proc/self/maps"):
+        if _madvise is None or not paths or sys.platform != "linux":
             return
         with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
             for line in lines:
