@@ -1,5 +1,6 @@
 """`estimate` against what is really saved, allocated and computed."""
 
+import functools
 import json
 import struct
 
@@ -275,9 +276,11 @@ def test_the_sample_model(sample_model):
     model = load(sample_model, quantization)
     assert small.weight_bytes == memory.weight_bytes(model)
     model.set_attn_implementation("flash_paged")
-    cache, ids = hf_efficient.PagedCache(model.config), torch.ones(2, 64).long()
-    measured = most_allocated(lambda: model(ids, past_key_values=cache, logits_to_keep=1))
-    assert small.kv_cache_bytes == cache.stats().bytes_allocated
+    caches, ids = [hf_efficient.PagedCache(model.config) for _ in range(2)], torch.ones(2, 64).long()
+    # the less of two: what another thread of this process allocates meanwhile is counted, too
+    runs = [functools.partial(model, ids, past_key_values=cache, logits_to_keep=1) for cache in caches]
+    measured = min(map(most_allocated, runs))
+    assert small.kv_cache_bytes == caches[0].stats().bytes_allocated
     assert small.activation_bytes == pytest.approx(measured - small.kv_cache_bytes, rel=0.02)
 
 
