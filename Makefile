@@ -15,12 +15,9 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/hf-efficient demo --output output/demo
 
-# The files that take longest come first, so that both processes end together.
-TESTS := $(wildcard tests/test_*.py) $(wildcard tests/*/)
-
 test: $(STAMP)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
-		$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(TESTS)
+		$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # The native kernels' numeric tests in the tiers of ARM: cross-compiled here, run by qemu (tests/emulated.py). Without
 # both they are skipped: apt-get install g++-aarch64-linux-gnu qemu-user. Left out is what takes long and adds nothing
