@@ -5,6 +5,7 @@ from aot import compile_kernel
 from hf_efficient.kernels.efficient_linear import w8a8_configs
 
 
+QUADS = ("sm_80", "sm_86", "sm_89", "sm_120")  # as `weight_only.quads` says
 MATRIX_INSTRUCTION = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
 
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 from aot import TARGETS, compile_kernel
-from linear_aot import MATRIX_INSTRUCTION, compile_launch, wide_loads
+from linear_aot import MATRIX_INSTRUCTION, QUADS, compile_launch, wide_loads
 
 from hf_efficient.kernels.efficient_linear import gate_up_kernels, launch_configs, weight_only_kernels
 from hf_efficient.kernels.efficient_linear.codebook_fragments import GATHER, PERMUTE
@@ -31,7 +31,7 @@ def compile_linear(
     tile = launch_configs.choose_tile(tokens, dtype == "fp32", bits)
     kernel = kernel or (FEW if tile.programs_per_processor else MANY)
     constexprs = dict(BITS=bits, GROUP=group, ASYMMETRIC=asymmetric, HAS_BIAS=True, EVEN_K=True, SPLIT=True)
-    constexprs |= dict(LOOKUP=lookup, PER_ROW=per_row, PTX=target != "gfx942", QUADS=target == "sm_80")
+    constexprs |= dict(LOOKUP=lookup, PER_ROW=per_row, PTX=target != "gfx942", QUADS=target in QUADS)
     constexprs |= dict(BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, UPCAST=False)
     constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names} | constants
     types = {"packed": "*i32", "zero": "*u8", "partial": "*fp32", "arrivals": "*i32"}

@@ -2,7 +2,7 @@
 
 import pytest
 from aot import TARGETS
-from linear_aot import MATRIX_INSTRUCTION, compile_launch, wide_loads
+from linear_aot import MATRIX_INSTRUCTION, QUADS, compile_launch, wide_loads
 
 from hf_efficient.kernels.efficient_linear import grouped, launch_configs
 
@@ -21,7 +21,7 @@ def test_builds_without_spills_and_with_matrix_instructions(tokens, bits, target
         UPCAST=False,
         bias_ptr=None,
         PTX=target != "gfx942",
-        QUADS=target == "sm_80",
+        QUADS=target in QUADS,
     )
     aligned = ("N", "K", "stride_x", "stride_packed")
     compiled = compile_launch(kernel, types, constexprs, target, tile.num_warps, tile.num_stages, aligned)

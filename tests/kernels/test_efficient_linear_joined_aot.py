@@ -2,7 +2,7 @@
 kernels of one product do."""
 
 import pytest
-from linear_aot import MATRIX_INSTRUCTION, compile_launch, stages_on, wide_loads
+from linear_aot import MATRIX_INSTRUCTION, QUADS, compile_launch, stages_on, wide_loads
 
 from hf_efficient.kernels.efficient_linear import joined_kernels, joined_w8a8, launch_configs, norm, w8a8_configs
 
@@ -67,7 +67,7 @@ def test_packed(target):
         HAS_BIAS=False,
         EVEN_K=True,
         PTX=target != "gfx942",
-        QUADS=target == "sm_80",
+        QUADS=target in QUADS,
     )
     constexprs |= dict(SPLIT=True, BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, UPCAST=False)
     constexprs |= dict.fromkeys(("bias0", "bias1", "bias2"))

@@ -2,7 +2,7 @@
 
 import pytest
 from aot import TARGETS
-from linear_aot import MATRIX_INSTRUCTION, compile_launch, stages_on, wide_loads
+from linear_aot import MATRIX_INSTRUCTION, QUADS, compile_launch, stages_on, wide_loads
 
 from hf_efficient.kernels.efficient_linear import trellis
 
@@ -12,7 +12,7 @@ def compile_product(target, tokens, half_bits=4):
     types = {name: "*bf16" for name in ("x_ptr", "scale_ptr", "bias_ptr", "out_ptr")}
     types |= {"packed_ptr": "*i32", "places_ptr": "*i32", "partial_ptr": "*fp32", "arrivals_ptr": "*i32"}
     constexprs = dict(HALF_BITS=half_bits, EVEN_K=True, SPLIT=True, BLOCK_M=tile.block_m, BANDS=trellis.BANDS)
-    constexprs |= dict(PTX=target != "gfx942", QUADS=target == "sm_80", UPCAST=False)
+    constexprs |= dict(PTX=target != "gfx942", QUADS=target in QUADS, UPCAST=False)
     aligned = ("N", "K", "stride_x", "stride_packed")
     return compile_launch(
         trellis.trellis_kernel, types, constexprs, target, tile.num_warps, stages_on(target, tile), aligned
