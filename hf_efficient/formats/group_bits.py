@@ -92,10 +92,8 @@ class GroupBitsFormat(Format):
         return self.widest.dequantize(self._unpacked(tensors, in_features), in_features, dtype)
 
     def layout(self, tensors, in_features, dtype):
-        layout, bits = (
-            self.widest.layout(self._unpacked(tensors, in_features), in_features, dtype),
-            tensors["group_bits"],
-        )
+        bits = tensors["group_bits"]
+        layout = self.widest.layout(self._unpacked(tensors, in_features), in_features, dtype)
         if not layout.replaces_qweight:
             return self.dequantized_layout(tensors, in_features, dtype)
 
