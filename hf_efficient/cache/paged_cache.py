@@ -2,11 +2,12 @@
 
 import copy
 import os
+from multiprocessing.connection import Connection
 
 import torch
 from transformers.cache_utils import Cache
 
-from hf_efficient.cache import persistence
+from hf_efficient.cache import persistence, transfer
 from hf_efficient.cache.bookkeeping.row_tokens import RowTokens
 from hf_efficient.cache.decode_step import DecodeStepMixin
 from hf_efficient.cache.eviction.base import EvictionPolicy
@@ -174,6 +175,36 @@ class PagedCache(DecodeStepMixin, Cache):
         Nothing in a file is executed.
         """
         return persistence.load(cls, path, model, offload)
+
+    def send(self, connection: Connection | int, model: torch.nn.Module | None = None) -> None:
+        """Sends the blocks in use, layer by layer, to a process that calls `receive`. Returns when it has them.
+
+        connection: one end of a `multiprocessing.Pipe()` or of a socket of `multiprocessing.connection`; or the rank of
+            a process of `torch.distributed`, with gloo.
+        model: the one that filled this cache. With it `receive` refuses other weights or adapters, else only other
+            configs.
+
+        Raises ValueError when the cache is empty or the receiver refuses it, and ConnectionError when the receiver
+        stops.
+        """
+        transfer.send(self, connection, model)
+
+    def receive(self, connection: Connection | int, model) -> None:
+        """Fills this empty cache with what another process sends: `generate()` goes on from there.
+
+        Papers: Splitwise (2311.18677) and DistServe (2401.09670), where one process reads the prompts and another one
+        writes the answers.
+
+        connection: as in `send`. Nothing that comes is executed.
+        model: the model that goes on, on whose devices the pages will lie, or its config: then they lie on the CPU, and
+            weights and dtype are not checked.
+
+        Raises ValueError, before a page is sent, when the pages are of another model, dtype, block size or format, or
+        do not fit into a pool of fixed size or the free memory, and for a cache that holds tokens or has `eviction` or
+        `prefix_cache`. Raises ConnectionError when the sender stops, and closes a pipe that is left in the middle. The
+        cache is empty after an error.
+        """
+        transfer.receive(self, connection, model)
 
     @property
     def batch_size(self) -> int:
