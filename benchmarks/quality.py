@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 
 import harness
+import quality_tasks
 import torch
 
 
@@ -116,31 +117,37 @@ def rows() -> dict[str, dict | None]:
     return table
 
 
-def measure(
-    arguments: dict | None, texts: dict[str, torch.Tensor], calibration: torch.Tensor, folder: Path | None = None
-) -> dict:
-    """One row: makes the model through `from_pretrained` and measures it on every text. folder: keeps the progress of
-    the calibration; a row that was resumed there has no seconds."""
-    is_resumed = folder is not None and folder.exists()
+def config_of(arguments: dict | None, calibration: torch.Tensor, folder: Path | None = None):
+    """The quantization config of a row, None without arguments. folder: keeps the progress of the calibration."""
     import transformers
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     import hf_efficient
-    from hf_efficient.evaluation import memory, perplexity
-    from hf_efficient.layers import EfficientLinear
 
     transformers.logging.set_verbosity_error()
     hf_efficient.register()
-    options, config = {}, None
-    if arguments is not None:
-        arguments = dict(arguments)
-        kind = AUTO_QUANTIZATION_CONFIG_MAPPING[arguments.pop("quant_method")]
-        own = arguments.pop("calibration", {})  # None: text that the model writes itself
-        own = own if own is None else {"tokens": calibration, "checkpoint_dir": folder, **own}
-        config = options["quantization_config"] = kind(**arguments, calibration=own)
+    if arguments is None:
+        return None
+    arguments = dict(arguments)
+    kind = AUTO_QUANTIZATION_CONFIG_MAPPING[arguments.pop("quant_method")]
+    own = arguments.pop("calibration", {})  # None: text that the model writes itself
+    own = own if own is None else {"tokens": calibration, "checkpoint_dir": folder, **own}
+    return kind(**arguments, calibration=own)
+
+
+def measure(
+    arguments: dict | None, texts: dict[str, torch.Tensor], calibration: torch.Tensor, folder: Path | None = None
+) -> dict:
+    """One row: makes the model through `from_pretrained` and measures it on every text. A row that was resumed in
+    `folder` has no seconds."""
+    is_resumed = folder is not None and folder.exists()
+    config = config_of(arguments, calibration, folder)
+    from hf_efficient.evaluation import memory, perplexity
+    from hf_efficient.layers import EfficientLinear
+
     torch.manual_seed(0)
     start = time.perf_counter()
-    model = harness.load(**options)
+    model = harness.load(quantization_config=config)
     result = {
         "seconds": None if is_resumed else time.perf_counter() - start,
         "peak_memory_bytes": memory.peak_memory_bytes(torch.device("cpu")),
@@ -270,13 +277,15 @@ def write_table(path: Path) -> None:
     done = json.loads(path.read_text())
     lines = [
         "| method | bits of a weight | perplexity | Δ nat (se) | KL to bf16 | news: perplexity | Δ nat (se) | s | GB | "
-        "calibration windows, where used |"
+        "calibration windows, where used | next passage, acc (se) |"
     ]
-    lines.append("|---|" + "---:|" * 9)
+    lines.append("|---|" + "---:|" * 10)
+    tasks = harness.read(path.with_name("quality_tasks.json"), {})
     for name, row in sorted(
         done.items(), key=lambda item: (-item[1]["bits_per_weight"], item[1]["wikipedia"]["perplexity"])
     ):
-        lines.append(harness.row([name, f"{row['bits_per_weight']:.3f}", *cells_of(row)]))
+        accuracy = quality_tasks.cell(tasks.get(name))
+        lines.append(harness.row([name, f"{row['bits_per_weight']:.3f}", *cells_of(row), accuracy]))
     peers = harness.read(path.with_name("quality_peers.json"), {})
     lines += ["", "Peers on the same windows, with their own packages (`benchmarks/quality_peers.py`):", ""]
     lines += ["| peer | package | bits of a weight | perplexity | news: perplexity |", "|---|---|---:|---:|---:|"]

@@ -8,7 +8,8 @@
 that the tests do not need, and "conflict: " why the requirements cannot be installed together.
 A package without a wheel is compiled each time; PIP_FIND_LINKS names a folder with one that `pip wheel` made before.
 
-The suite is `contract.list`; environments of releases of transformers add the matrix. The environment is made in
+The suite is `contract.list`; environments of releases of transformers add the matrix. `newest.list` is what CI runs of
+it with the newest release. The environment is made in
 output/environments/NAME, its result file in benchmarks/results/environments, from which `docs/figures.py` makes a
 table. Exits with 1 where a test fails, with 3 where the packages of the environment cannot be had; the result file then
 says why.
