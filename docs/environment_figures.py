@@ -5,6 +5,13 @@ import json
 from result_files import RESULTS, load, markdown
 
 
+# in every environment, or tools of the tests
+COMMON = set(
+    "accelerate huggingface_hub ipykernel matplotlib nbclient optimum peft psutil rich safetensors shtab tokenizers "
+    "torch transformers triton".split()
+)
+
+
 def environments() -> str:
     """What the contract suite did in each environment of `tests/environments`."""
     rows, later, absent = [], {}, []
@@ -22,11 +29,12 @@ def environments() -> str:
             len(found["failed"]),
             sum(found["skipped"].values()),
         ]
-        rows.append([path.stem, *versions, found["python"], *map(str, counts)])
-    header = "environment | transformers | torch | Python | passed | refused by name | failed | skipped"
+        beside = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if name not in COMMON)
+        rows.append([path.stem, *versions, found["python"], beside, *map(str, counts)])
+    header = "environment | transformers | torch | Python | beside | passed | refused by name | failed | skipped"
     features = [f"- {feature}: {', '.join(names)}." for feature, names in sorted(later.items())]
     parts = [
-        markdown(header, "llllrrrr", rows),
+        markdown(header, "lllllrrrr", rows),
         "\n".join(absent),
         *(["What is refused by name, or runs as transformers runs it:"] if features else []),
     ]

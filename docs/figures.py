@@ -111,9 +111,14 @@ def all_methods() -> str:
     names = sorted(
         results, key=lambda name: (-results[name]["bits_per_weight"], results[name]["wikipedia"]["perplexity"])
     )
-    return markdown(
-        "method | bits of a weight | perplexity | news | seconds | peak memory, GB", "lrrrrr", quality_rows(names)
-    )
+    tasks = load("quality_tasks")
+    rows = []
+    for name, row in zip(names, quality_rows(names)):
+        found = tasks[name]["tasks"]["next_passage"]["metrics"]["acc"] if name in tasks else None
+        shown = "" if found is None else f"{100 * found['value']:.0f} (± {100 * found['standard_error']:.0f})"
+        rows.append([*row, shown])
+    header = "method | bits of a weight | perplexity | news | seconds | peak memory, GB | next passage, %"
+    return markdown(header, "lrrrrrr", rows)
 
 
 def peer_methods() -> str:
@@ -263,7 +268,8 @@ def benchmarks_page() -> str:
         "## The demo", "`make demo`: one small model beside plain transformers.", demo(), machine("demo_cpu"),
         "## Quality of quantized weights",
         "Perplexity on 24 windows of 1,024 tokens of Wikipedia, and on news, which no method was calibrated on. Bits "
-        "count scales and zero points.",
+        "count scales and zero points. The last column is a task of lm-evaluation-harness, for the rows that ran it "
+        "(`benchmarks/quality_tasks.py`): which of four passages of a news story comes next, with the standard error.",
         all_methods(), machine("quality"),
         "Peers on the same windows, with their own packages. The chart takes their perplexities from here. "
         "llm-compressor is missing: it asks for an older transformers than this machine has.",
