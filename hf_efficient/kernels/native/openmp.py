@@ -34,8 +34,8 @@ def openmp_runtime() -> str | None:
 def release_threads() -> None:
     """Ends the OpenMP threads that wait for the calling thread, before another one computes.
 
-    Each Python thread that has computed keeps as many as torch's number of threads. GNU's runtime counts them all: where
-    there are more than CPUs, they sleep between any two operators, which doubled the time of a served token. The
+    Each Python thread that has computed keeps as many as torch's number of threads. GNU's runtime counts them all.
+    Where there are more than CPUs they sleep between any two operators, which doubled the time of a served token. The
     calling thread gets new ones when it next computes. Other runtimes do not count them.
     """
     runtime = openmp_runtime()
