@@ -8,6 +8,7 @@ from transformers.generation.continuous_batching import continuous_api
 from hf_efficient.integrations import transformers_request_checks as request_checks
 from hf_efficient.integrations import transformers_step_budget as step_budget
 from hf_efficient.kernels.attention import api
+from hf_efficient.kernels.native.openmp import release_threads
 
 
 def register() -> None:
@@ -18,6 +19,7 @@ def register() -> None:
     if not hasattr(manager.__init__, "_hf_efficient"):
         manager.__init__ = _checked_init(manager.__init__)
         manager.switch_to_cb_friendly_attn = _switch_to_ours(manager.switch_to_cb_friendly_attn)
+        manager.start = _with_all_threads(manager.start)
         for scheduler in continuous_api.SCHEDULER_MAPPING.values():
             scheduler.schedule_batch = step_budget.within_budget(scheduler.schedule_batch)
 
@@ -49,6 +51,17 @@ def _checked_init(original):
 
     __init__._hf_efficient = True
     return __init__
+
+
+def _with_all_threads(original):
+    """transformers' `start`, whose thread computes from then on, and not the one that calls it."""
+
+    @functools.wraps(original)
+    def start(self):
+        release_threads()
+        return original(self)
+
+    return start
 
 
 def _switch_to_ours(original):

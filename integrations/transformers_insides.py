@@ -73,6 +73,7 @@ OF_CONTINUOUS_BATCHING: tuple[Inside, ...] = (
         reads="_copy_view",
         since="5.19",
     ),
+    Inside(f"transformers.{_CB}.continuous_api:ContinuousBatchingManager.start", _MANAGER, parameters=("self",)),
     Inside(
         f"transformers.{_CB}.continuous_api:ContinuousBatchingManager.switch_to_cb_friendly_attn",
         _MANAGER,

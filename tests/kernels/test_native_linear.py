@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 import emulated
 import pytest
@@ -15,7 +16,7 @@ from hf_efficient.kernels.linear import native_cpu
 from hf_efficient.kernels.linear.codes import pack_codes
 from hf_efficient.kernels.linear.weight_only import dequantize_weight, device_layout
 from hf_efficient.kernels.native import compiler, tiers
-from hf_efficient.kernels.native.openmp import openmp_runtime
+from hf_efficient.kernels.native.openmp import openmp_runtime, release_threads
 from hf_efficient.kernels.replay.recorder import Capture, _interpret
 
 
@@ -254,6 +255,24 @@ def test_one_pool_of_threads(kernels):
     with open("/proc/self/maps") as maps:
         runtimes = {line.split()[-1] for line in maps if "libgomp" in line or "libiomp" in line}
     assert runtimes == {openmp_runtime()}
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts the threads of Linux")
+def test_threads_that_wait_are_given_back():
+    counts = []
+
+    def compute_and_release():
+        for _ in range(2):
+            torch.set_num_threads(3)
+            torch.ones(1 << 20).add_(1)
+            counts.append(len(os.listdir("/proc/self/task")))
+            release_threads()
+            counts.append(len(os.listdir("/proc/self/task")))
+
+    thread = threading.Thread(target=compute_and_release)
+    thread.start()
+    thread.join()
+    assert [a - b for a, b in zip(counts[::2], counts[1::2])] == [2, 2]
 
 
 def int8_layout(n=70, k=192):

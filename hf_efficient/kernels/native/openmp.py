@@ -1,12 +1,14 @@
 """The OpenMP runtime that torch has loaded, whose threads the C++ kernels share."""
 
+import ctypes
 import sys
 from pathlib import Path
 
 import torch
 
 
-_NAMES = ("libgomp", "libiomp5", "libomp")
+_GNU = "libgomp"
+_NAMES = (_GNU, "libiomp5", "libomp")
 
 
 def openmp_runtime() -> str | None:
@@ -27,3 +29,15 @@ def openmp_runtime() -> str | None:
     runtimes = [path for path in loaded if Path(path).name.startswith(_NAMES)]
     own = tuple(f"{folder}/" for folder in (package, folders[1]))
     return min(runtimes, key=lambda path: (not path.startswith(own), path), default=None)
+
+
+def release_threads() -> None:
+    """Ends the OpenMP threads that wait for the calling thread, before another one computes.
+
+    Each Python thread that has computed keeps as many as torch's number of threads. GNU's runtime counts them all.
+    Where there are more than CPUs they sleep between any two operators, which doubled the time of a served token. The
+    calling thread gets new ones when it next computes. Other runtimes do not count them.
+    """
+    runtime = openmp_runtime()
+    if runtime is not None and Path(runtime).name.startswith(_GNU):
+        ctypes.CDLL(runtime).omp_pause_resource_all(1)  # soft: what was set stays

@@ -38,29 +38,23 @@ struct Bytewise {
     }
 };
 
+constexpr int TOGETHER = 8;  // rows whose outliers stand in one list
+
+struct Outlier {
+    float value;                 // of x, 0 in its codes
+    int32_t row, column, group;  // of TOGETHER; among the codes of a row; of W
+};
+
 struct Rounded {                 // rows of x
     const int8_t *codes;         // [rows, width], columns in the order of Bytewise
     const float *scales, *sums;  // [rows, segments]; sums of a segment's rounded numbers, whole
-    const float *outliers;       // [rows, segments], in units of the scale; 0 where there is none, and rounded to 0
-    const uint8_t *places;       // [rows, segments], of the outliers among the codes of a segment
+    const Outlier *outliers;     // [rows, segments], those of TOGETHER rows from the first of them on, row by row
+    const int32_t *counts;       // of them: [rows / TOGETHER]
     int64_t width, segments;
 };
 
-constexpr int OUTLIER = 2;                 // times the others of its segment
-constexpr float LARGEST_OUTLIER = 1e6f;    // times the others: beyond, they do not count
-
-// The index of the only number whose magnitude has these bits; -1 where there are several.
-static INLINE int only(const Floats (&values)[SPAN / LANES], int32_t bits) {
-    int32_t magnitudes[SPAN];
-    for (int i = 0; i < SPAN / LANES; i++) *(Ints *)(magnitudes + LANES * i) = (Ints)absolute(values[i]);
-    int found = -1;
-    for (int i = 0; i < SPAN; i++) {
-        if (magnitudes[i] != bits) continue;
-        if (found >= 0) return -1;
-        found = i;
-    }
-    return found;
-}
+constexpr int OUTLIER = 2;               // times the others of its segment
+constexpr float LARGEST_OUTLIER = 1e6f;  // times the others: beyond, they do not count
 
 static INLINE float from_bits(int32_t bits) {
     float value;
@@ -69,46 +63,38 @@ static INLINE float from_bits(int32_t bits) {
 }
 
 // plus: what is added to the rounded numbers, of which the low 8 bits are stored. place: the inverse of `order`.
-static void round_row(const Matrix &w, const uint16_t *x, const uint8_t (&order)[SPAN], const uint8_t (&place)[SPAN],
-                      int plus, int8_t *codes, float *scales, float *sums, float *outliers, uint8_t *places) {
-    for_segments<SPAN>(w, [&](int64_t segment, int64_t, int64_t step, int64_t end) __attribute__((always_inline)) {
-        const int64_t first = step * w.COLUMNS, last = end * w.COLUMNS, count = std::min(last, w.in_features) - first;
+// Outliers of the row of TOGETHER, at most one a segment and one more, are written from `outlier` on. Returns the end.
+static Outlier *round_row(const Matrix &w, const uint16_t *x, const uint8_t (&order)[SPAN],
+                          const uint8_t (&place)[SPAN], int plus, int8_t *codes, float *scales, float *sums,
+                          int32_t row, Outlier *outlier) {
+    constexpr int INDEX = SPAN - 1;  // of a number: in bits that bfloat16 leaves free, so that keys differ
+    for_segments<SPAN>(w, [&](int64_t segment, int64_t g, int64_t step, int64_t end) __attribute__((always_inline)) {
+        const int64_t first = step * w.COLUMNS, last = end * w.COLUMNS, left = std::min(last, w.in_features) - first;
         Floats values[4];
-        Ints largest = {};  // of the bits, so that NaN and infinity stay
+        Ints keys[4], largest = {}, second = {};  // of the bits, so that NaN and infinity stay
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
-            values[i] = widen(load_some(x + first + LANES * i, count - LANES * i));
-            largest = maximum(largest, (Ints)absolute(values[i]));
+            values[i] = widen(load_some(x + first + LANES * i, left - LANES * i));
+            keys[i] = (Ints)absolute(values[i]) | (lane_numbers() + LANES * i);
+            const Ints higher = maximum(largest, keys[i]);
+            second = maximum(second, largest ^ keys[i] ^ higher);  // with the lower of both
+            largest = higher;
         }
-        const int32_t bits = highest(largest);
-        const Ints all_bits = largest * 0 + bits;
-        Ints others = {};
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
-            const Ints own = (Ints)absolute(values[i]);
-            others = maximum(others, own & (all_bits > own));
-        }
-        float most = from_bits(bits), outlier = 0;
-        const float second = from_bits(highest(others));
-        if (most > OUTLIER * second && second > most / LARGEST_OUTLIER) {
-            const int index = only(values, bits);
-            if (index >= 0) {
-                alignas(64) float all[SPAN];
-#pragma GCC unroll 4
-                for (int i = 0; i < 4; i++) *(Floats *)(all + LANES * i) = values[i];
-                outlier = all[index] * (127 / second), all[index] = 0, most = second;
-                places[segment] = place[index];
-#pragma GCC unroll 4
-                for (int i = 0; i < 4; i++) values[i] = *(const Floats *)(all + LANES * i);
-            }
-        }
-        outliers[segment] = outlier;
+        const int32_t key = highest(largest), index = std::min<int64_t>(key & INDEX, left - 1);
+        const Ints is_key = largest == key;
+        const float others = from_bits(highest(maximum(second, largest & ~is_key)) & ~INDEX);
+        float most = from_bits(key & ~INDEX);
+        const bool is_alone = most > OUTLIER * others && others > most / LARGEST_OUTLIER;
+        *outlier = {bfloat16_value(x[first + index]), row, int32_t(first + place[index]), int32_t(g)};
+        outlier += is_alone;
+        most = is_alone ? others : most;
+        const Ints zero = Ints{} + (is_alone ? key : -1);
         const Floats factor = splat(most > 0 ? 127 / most : 0);
         alignas(64) int8_t bytes[SPAN];
         Ints sum_of_codes = {};
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
-            const Ints rounded = nearest(values[i] * factor);
+            const Ints rounded = nearest(values[i] * factor) & ~(keys[i] == zero);
             *(Bytes *)(bytes + LANES * i) = to_bytes(rounded + plus);
             sum_of_codes += rounded;
         }
@@ -116,27 +102,33 @@ static void round_row(const Matrix &w, const uint16_t *x, const uint8_t (&order)
         scales[segment] = most / 127;
         sums[segment] = sum(sum_of_codes);
     });
+    return outlier;
 }
 
 static Rounded rounded(const Matrix &w, const uint16_t *x, int64_t rows, int plus) {
     int64_t segments = 0;
     for_segments<SPAN>(w, [&](int64_t, int64_t, int64_t, int64_t) { segments++; });
-    static thread_local Buffer all_codes, all_scales, all_places;
+    static thread_local Buffer all_codes, all_scales, all_outliers, all_counts;
     int8_t *codes = all_codes.get<int8_t>(rows * w.width);
-    float *scales = all_scales.get<float>(3 * rows * segments), *sums = scales + rows * segments;
-    float *outliers = sums + rows * segments;
-    uint8_t *places = all_places.get<uint8_t>(rows * segments);
+    float *scales = all_scales.get<float>(2 * rows * segments), *sums = scales + rows * segments;
+    Outlier *outliers = all_outliers.get<Outlier>(rows * segments + 1);
+    int32_t *counts = all_counts.get<int32_t>(ceil_div(rows, TOGETHER));
     alignas(64) uint8_t order[SPAN], place[SPAN];
     for (int i = 0; i < SPAN; i++) order[i] = i / w.COLUMNS * w.COLUMNS + Bytewise::column(i % w.COLUMNS);
     for (int i = 0; i < SPAN; i++) place[order[i]] = i;
-    auto some = [&](int64_t row, int64_t end) {
-        for (; row < end; row++)
-            round_row(w, x + row * w.in_features, order, place, plus, codes + row * w.width, scales + row * segments,
-                      sums + row * segments, outliers + row * segments, places + row * segments);
+    auto some = [&](int64_t list, int64_t end) {
+        for (; list < end; list++) {
+            const int64_t first = list * TOGETHER;
+            Outlier *const begin = outliers + first * segments, *outlier = begin;
+            for (int64_t row = first; row < std::min(first + TOGETHER, rows); row++)
+                outlier = round_row(w, x + row * w.in_features, order, place, plus, codes + row * w.width,
+                                    scales + row * segments, sums + row * segments, row - first, outlier);
+            counts[list] = outlier - begin;
+        }
     };
-    if (rows * w.width < ALONE) some(0, rows);
-    else parallel(rows, some);
-    return {codes, scales, sums, outliers, places, w.width, segments};
+    if (rows * w.width < ALONE) some(0, ceil_div(rows, TOGETHER));
+    else parallel(ceil_div(rows, TOGETHER), some);
+    return {codes, scales, sums, outliers, counts, w.width, segments};
 }
 
 // sum[m][b] += M rows of x times a line of each of BLOCKS neighbouring blocks, `stride` bytes apart; the first products
@@ -176,18 +168,31 @@ template <class F> static INLINE void for_groups_of_rows(int64_t rows, F body) {
     if (rows > row) body(std::integral_constant<int, 1>(), row);
 }
 
-// The codes of 16 rows of W in a column: number `place` of the codes from `line` on.
-static INLINE Floats code_at(const uint8_t *line, int place) {
-    constexpr int A_LINE = 4 * Bytewise::VECTORS;
+// The codes of a block in a column, the one with the number `column` among the codes of a row of x.
+static INLINE Floats code_at(const Matrix &w, int64_t block, int column) {
     Words values[Bytewise::VECTORS];
-    Bytewise::decode(line + place / A_LINE * Codes::LINES * 64, values);
-    return to_floats((Ints)(values[place % A_LINE / 4] >> (place % 4 * 8) & 255u));
+    Bytewise::decode(w.line(block, column / w.COLUMNS), values);
+    return to_floats((Ints)(values[column % w.COLUMNS / 4] >> (column % 4 * 8) & 255u));
 }
 
-// weights: codes less the middle of their grid. rest: the middle less the zero point, where it is not that.
-static INLINE Floats plus_outlier(Floats products, Floats weights, bool has_rest, Floats rest, float outlier) {
-    if (has_rest) weights += rest;
-    return multiply_add(weights, splat(outlier), products);
+// totals[m][b] += the outliers of M rows of TOGETHER times their columns of W. weight(b, column): codes less the middle
+// of the grid.
+template <int M, int BLOCKS, class F>
+static INLINE void add_outliers(const Matrix &w, int64_t block, const Rounded &x, int64_t row, bool has_rest,
+                                Floats (&totals)[M][BLOCKS], F weight) {
+    const int64_t list = row / TOGETHER;
+    const Outlier *outlier = x.outliers + list * TOGETHER * x.segments;
+    for (const Outlier *end = outlier + x.counts[list]; outlier < end; outlier++) {
+        const int64_t m = outlier->row - row % TOGETHER;
+        if (m < 0 || m >= M) continue;
+#pragma GCC unroll 4
+        for (int b = 0; b < BLOCKS; b++) {
+            Floats weights = weight(b, outlier->column);
+            if (has_rest) weights += MIDDLE_CODE - w.zeros(block + b, outlier->group);
+            const Floats scale = w.scales(block + b, outlier->group) * outlier->value;
+            totals[m][b] = multiply_add(weights, scale, totals[m][b]);
+        }
+    }
 }
 
 template <int M, int BLOCKS>
@@ -196,33 +201,30 @@ static INLINE void int8_rows(const Matrix &w, int64_t block, const Rounded &x, i
     const int64_t stride = w.line(1, 0) - w.line(0, 0);
     const int8_t *codes = x.codes + row * x.width;
     const float *scales = x.scales + row * x.segments, *sums = x.sums + row * x.segments;
-    const float *outliers = x.outliers + row * x.segments;
-    const uint8_t *places = x.places + row * x.segments;
     Floats totals[M][BLOCKS] = {};
     for_segments<SPAN>(w, [&](int64_t segment, int64_t g, int64_t step, int64_t end) __attribute__((always_inline)) {
         Ints sum[M][BLOCKS][CHAINS] = {};
-        const uint8_t *line = w.line(block, step), *const first = line;
+        const uint8_t *line = w.line(block, step);
         const int8_t *at = codes + step * w.COLUMNS;
         for (; step < end; step++, line += Codes::LINES * 64, at += w.COLUMNS)
             add_line(sum, line, stride, at, x.width, 0);
 #pragma GCC unroll 2
         for (int b = 0; b < BLOCKS; b++) {
             const Floats scale = w.scales(block + b, g), zero = w.zeros(block + b, g);
-            const Floats middle = w.zero_is_float ? splat(MIDDLE_CODE) : zero, rest = middle - zero;
+            const Floats middle = w.zero_is_float ? splat(MIDDLE_CODE) : zero;
 #pragma GCC unroll 8
             for (int m = 0; m < M; m++) {
                 Ints all = sum[m][b][0];
                 if (CHAINS > 1) all += sum[m][b][CHAINS - 1];
                 const float of_x = sums[m * x.segments + segment];
                 Floats products = to_floats(all) - middle * of_x;  // whole numbers below 2 ** 24: exact
-                if (w.zero_is_float) products += rest * of_x;
-                if (const float outlier = outliers[m * x.segments + segment]) {
-                    const Floats code = code_at(first + b * stride, places[m * x.segments + segment]);
-                    products = plus_outlier(products, code - middle, w.zero_is_float, rest, outlier);
-                }
+                if (w.zero_is_float) products += (middle - zero) * of_x;
                 totals[m][b] += products * (scale * scales[m * x.segments + segment]);
             }
         }
+    });
+    add_outliers(w, block, x, row, w.zero, totals, [&](int b, int column) __attribute__((always_inline)) {
+        return code_at(w, block + b, column) - MIDDLE_CODE;
     });
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)

@@ -5,7 +5,7 @@
 #include "int8_rows.h"
 
 #if BYTE_DOT
-constexpr int INT8_TILE_ROWS = 8, INT8_TILE_BLOCKS = 3;  // sums that registers hold
+constexpr int INT8_TILE_ROWS = TOGETHER, INT8_TILE_BLOCKS = 3;  // sums that registers hold
 constexpr int LEAST_INT8_TILE_ROWS = 12;                 // of x: unpacking pays
 constexpr int ROWS_AN_INT8_UNIT = 256;                   // of x, which threads share
 
@@ -47,8 +47,6 @@ static void int8_tile(const Matrix &w, int64_t block, const ByteTile &tile, cons
                       const Output &out) {
     constexpr int VECTORS = Bytewise::VECTORS;
     const float *scales = x.scales + row * x.segments, *sums = x.sums + row * x.segments;
-    const float *outliers = x.outliers + row * x.segments;
-    const uint8_t *places = x.places + row * x.segments;
     const bool has_rest = w.zero && (w.zero_is_float || BITS == 8);
     Floats totals[M][N] = {};
     for_segments<SPAN>(w, [&](int64_t segment, int64_t g, int64_t step, int64_t end) __attribute__((always_inline)) {
@@ -57,7 +55,7 @@ static void int8_tile(const Matrix &w, int64_t block, const ByteTile &tile, cons
         for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
             for (int b = 0; b < N; b++) sum[m][b] = tile.begin[segment * N + b];
-        const Words *at = tile.weights + step * VECTORS * N, *const first = at;
+        const Words *at = tile.weights + step * VECTORS * N;
         const int8_t *codes = x.codes + row * x.width + step * w.COLUMNS;
         for (int64_t left = (end - step) * VECTORS; left; left--, at += N, codes += 4) {
             Words weights[N];
@@ -80,14 +78,12 @@ static void int8_tile(const Matrix &w, int64_t block, const ByteTile &tile, cons
             for (int m = 0; m < M; m++) {
                 Floats products = to_floats(sum[m][b]);
                 if (has_rest) products += rest * sums[m * x.segments + segment];
-                if (const float outlier = outliers[m * x.segments + segment]) {
-                    const int place = places[m * x.segments + segment];
-                    const Ints shifted = (Ints)(first[place / 4 * N + b] << (24 - place % 4 * 8));
-                    products = plus_outlier(products, to_floats(shifted >> 24), has_rest, rest, outlier);
-                }
                 totals[m][b] += products * (scale * scales[m * x.segments + segment]);
             }
         }
+    });
+    add_outliers(w, block, x, row, has_rest, totals, [&](int b, int column) __attribute__((always_inline)) {
+        return to_floats((Ints)(tile.weights[column / 4 * N + b] << (24 - column % 4 * 8)) >> 24);
     });
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
