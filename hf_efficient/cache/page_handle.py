@@ -6,6 +6,15 @@ from hf_efficient.cache.bookkeeping.forward_plan import ForwardPlan
 
 
 PAGES = "_hf_efficient_pages"  # the attribute of a key tensor that holds its PageHandle
+NO_MASK = "_hf_efficient_no_mask"  # the attribute of what `no_mask` returns
+
+
+def no_mask() -> torch.Tensor:
+    """A mask that says nothing, for captured forwards of models that make one of ones, as long as the cache, where they
+    are given none. transformers passes on masks of 4 dimensions as they are."""
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    setattr(mask, NO_MASK, True)
+    return mask
 
 
 class PageHandle:

@@ -113,6 +113,9 @@ class RaggedModel:
 
     def _prepare_captures(self, model_kwargs: dict) -> None:
         self.extra = {key: value for key, value in model_kwargs.items() if key not in _HANDLED and value is not None}
+        self._take_captures()
+
+    def _take_captures(self) -> None:
         if not self.is_capturable or is_being_watched():
             self.captured = None
         elif self.captured is None:
