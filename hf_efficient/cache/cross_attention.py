@@ -174,7 +174,7 @@ class SourceHandle:
     def __init__(self, layer: CrossAttentionLayer):
         self.layer = layer
 
-    def attend(self, query, key, value, attention_mask, *, softmax_scale, causal, window_size, softcap, s_aux):
+    def attend(self, query, key, value, attention_mask, *, softmax_scale, softcap, **options):
         """Attention of `query` [B, Hq, S, D] over what each row sees of its source: [B, S, Hq, Dv]."""
         layer, (rows, _, width, dim) = self.layer, query.shape
         layer.was_read = True

@@ -80,6 +80,11 @@ def masks_its_source(model) -> bool:
     return kind_of_encoder_decoder(model) != "whisper"
 
 
+def has_distance_bias(model) -> bool:
+    """Whether a bias of T5's kind, by the distance of query and key, stands for positions."""
+    return kind_of_encoder_decoder(model) in ("t5", "mt5")
+
+
 def decoder_of(model) -> nn.Module:
     """The decoder of a model that `reads_encoder`."""
     found = model.get_decoder()

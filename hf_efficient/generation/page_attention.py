@@ -8,10 +8,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_efficient.cache.encoder_decoder_cache import EncoderDecoderPagedCache, encoder_decoder_config
 from hf_efficient.cache.over_pages import over_pages
 from hf_efficient.cache.paged_cache import PagedCache
-from hf_efficient.generation.model_traits import check_ragged, decoder_config, reads_encoder
+from hf_efficient.generation.model_traits import check_ragged, decoder_config, has_distance_bias, reads_encoder
 from hf_efficient.generation.replay.captured_forward import is_watched
 from hf_efficient.integrations.transformers_compat import attention_of, cache_name
-from hf_efficient.integrations.transformers_loop import can_use_attention
+from hf_efficient.integrations.transformers_loop import can_use_attention, takes_position_bias
 from hf_efficient.kernels.attention.api import ATTENTION_NAMES
 
 
@@ -37,7 +37,10 @@ def can_replace_sdpa(model) -> bool:
     """Whether ours can stand in for the model's "sdpa": transformers' own, in a text decoder that takes flash, or
     beside an encoder."""
     config = decoder_config(model)
-    if attention_of(config) != "sdpa" or model.config is not config or not can_use_attention(model, ATTENTION_NAMES[0]):
+    if attention_of(config) != "sdpa" or model.config is not config:
+        return False
+    takes_ours = takes_position_bias() if has_distance_bias(model) else can_use_attention(model, ATTENTION_NAMES[0])
+    if not takes_ours:
         return False
     return attention_functions(config) == tuple(registry[ATTENTION_NAMES[0]] for registry in _REGISTRIES)
 
@@ -68,13 +71,15 @@ def _passes_sources_on(model, replaces_sdpa: bool) -> bool:
         check_ragged(model, 1, "model")
         cache = EncoderDecoderPagedCache(encoder_decoder_config(model.config))
         pages, tokens = cache.self_attention_cache, torch.zeros(1, 2, dtype=torch.int64)
-        if replaces_sdpa:
+        over_pages = not has_distance_bias(model)  # whose own forwards give the bias of all columns
+        if replaces_sdpa and over_pages:
             pages.attend_over_pages()
         source = BaseModelOutput(torch.zeros(1, 2, model.config.hidden_size, dtype=model.dtype))
         inputs = {"decoder_input_ids" if model.config.is_encoder_decoder else "input_ids": tokens}
         with torch.no_grad(), pages.forward_context():
             model(**inputs, encoder_outputs=source, **{cache_name(): cache}, use_cache=True)
         pages.crop(-1)
-        return model.device.type == "cpu" and pages.reads_pages and pages._paged_layers[-1].is_initialized
+        reads = pages.reads_pages or not over_pages
+        return model.device.type == "cpu" and reads and all(layer.is_initialized for layer in pages._paged_layers)
     except Exception:  # an error of the model's own shows again in transformers' loop
         return False

@@ -12,7 +12,7 @@ from hf_efficient.generation.replay.captured_forward import CapturedForward
 
 
 pytestmark = NATIVE_LOOP
-CAPTURED = ("bart", "mbart", "pegasus", "marian", "whisper")
+CAPTURED = ("t5", "mt5", "bart", "mbart", "pegasus", "marian", "whisper")
 
 
 @pytest.fixture
