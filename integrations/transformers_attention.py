@@ -33,6 +33,7 @@ def flash_paged_attention_forward(
     s_aux: torch.Tensor | None = None,
     cache=None,
     request_pages=None,
+    position_bias: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls.
@@ -43,6 +44,8 @@ def flash_paged_attention_forward(
     Args:
         query, key, value: [B, Hq, S, D], [B, Hk, n, D], [B, Hk, n, Dv].
         attention_mask: bool [B, n], None, or what `flash_paged_mask` made.
+        position_bias: [1, Hq, n], what each distance adds to the scores, in a decode step over a `PagedCache` on a CPU.
+            Cross attention over pages has none, whatever is given.
 
     Returns:
         ([B, S, Hq, Dv], None).
@@ -75,11 +78,15 @@ def flash_paged_attention_forward(
                     "columns counts it, which the pages of a PagedCache do not hold. Pad on the left alone, or use "
                     'attn_implementation="sdpa"'
                 )
+        if position_bias is not None and is_causal:
+            options["distance_bias"] = _distance_bias(position_bias, handle)
         output = handle.attend(query, key_, value, attention_mask, **options)
         if seen is not None:
             options = dict(softmax_scale=scaling, softcap=softcap or 0.0, s_aux=s_aux)
             output = _with_trailing_padding(output, query, attention_mask, handle, options)
         return output.contiguous(), None
+    if position_bias is not None:
+        raise ValueError('position_bias: flash_paged adds none to its scores; use attn_implementation="sdpa"')
     if seen is not None:
         options = dict(softmax_scale=scaling, softcap=softcap or 0.0, s_aux=s_aux)
         output = torch_cpu.attend(query, key_, value, mask=additive(seen[:, 0]), **options)
@@ -110,6 +117,16 @@ def flash_paged_attention_forward(
         **kwargs,
     )
     return output, None
+
+
+def _distance_bias(position_bias: torch.Tensor, handle) -> torch.Tensor:
+    """`position_bias` as a decode step takes it. Raises ValueError for that of a whole forward."""
+    if position_bias.dim() == 3 and handle.layer.state.decode_plan is not None:
+        return position_bias
+    raise ValueError(
+        f"position_bias of shape {tuple(position_bias.shape)}: over the pages of a cache flash_paged adds the bias of "
+        'T5 in captured forwards alone; use attn_implementation="sdpa"'
+    )
 
 
 def _attend_all_queries(query, key, value, mask, **options):

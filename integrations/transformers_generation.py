@@ -7,7 +7,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils import logging
 
 from hf_efficient.generation import decode, model_state, served
-from hf_efficient.generation.model_traits import check_ragged, reads_encoder
+from hf_efficient.generation.model_traits import check_ragged
 from hf_efficient.generation.output import without_statistics
 from hf_efficient.generation.replay.captured_forward import DTYPES
 from hf_efficient.generation.request import GenerationRequest
@@ -138,7 +138,6 @@ def enable_automatic(model: PreTrainedModel) -> None:
     if (
         not isinstance(model, GenerationMixin)
         or isinstance(model, SpeculativeGenerationMixin)
-        or reads_encoder(model)
         or any(parameter.device.type not in DTYPES for parameter in model.parameters())
     ):
         return

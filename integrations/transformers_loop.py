@@ -24,6 +24,15 @@ def can_use_attention(model, name: str) -> bool:
     return True
 
 
+def takes_position_bias() -> bool:
+    """Whether attention functions are given the bias of T5 and its like, and it is not added before them."""
+    import inspect
+
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return "position_bias" in inspect.signature(ALL_ATTENTION_FUNCTIONS["sdpa"]).parameters
+
+
 def prefill(model, input_ids, generation_config, model_kwargs: dict):
     """Runs the prompt as `generate()` does, in chunks where the config asks for them. Returns the model's output."""
     return model._prefill(input_ids, generation_config, model_kwargs)

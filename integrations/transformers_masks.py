@@ -4,6 +4,8 @@ import inspect
 
 import torch
 
+from hf_efficient.cache.page_handle import NO_MASK
+
 
 _PLAIN_MASKS = {  # the mask patterns that a flash kernel expresses, by where transformers defines them
     "causal_mask_function",
@@ -43,6 +45,8 @@ def flash_paged_mask(*args, mask_function=None, **kwargs):
 
 def columns_of(mask: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The 2-D mask of what `flash_paged_mask` made, and the 4-D one where it made that."""
+    if hasattr(mask, NO_MASK):
+        return None, None
     columns = getattr(mask, "_hfe_columns", None)
     return (mask, None) if columns is None else (columns, mask)
 

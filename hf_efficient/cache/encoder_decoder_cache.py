@@ -1,11 +1,23 @@
 """`EncoderDecoderPagedCache`: pages for the decoder's own tokens, and the encoder's output stored once."""
 
+import copy
+
 import torch
 from transformers.cache_utils import EncoderDecoderCache
 
 from hf_efficient.cache.cross_attention import CrossAttentionCache
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.cache.stats import CacheStats
+
+
+def encoder_decoder_config(config):
+    """`config`, or a copy that counts as an encoder-decoder's where it is that of the decoder alone, as
+    `WhisperForCausalLM` has, which describes both."""
+    if config.is_encoder_decoder:
+        return config
+    config = copy.deepcopy(config)
+    config.is_encoder_decoder = True
+    return config
 
 
 class EncoderDecoderPagedCache(EncoderDecoderCache):
@@ -22,6 +34,8 @@ class EncoderDecoderPagedCache(EncoderDecoderCache):
     Args:
         config: the model's own config object (`model.config`).
         block_size, kv_format, num_blocks, memory: of the decoder's pages, as in `PagedCache`.
+        source_room: (sources, tokens of a source) to keep room for on a CPU, in tensors that stay where they are, for
+            captured forwards; None for as much as is stored.
 
     Raises ValueError as `PagedCache` does, and for models that are no encoder-decoders.
     """
@@ -34,6 +48,7 @@ class EncoderDecoderPagedCache(EncoderDecoderCache):
         num_blocks: int | None = None,
         *,
         memory: int | str | None = None,
+        source_room: tuple[int, int] | None = None,
     ):
         if not getattr(config, "is_encoder_decoder", False):
             raise ValueError(
@@ -47,7 +62,7 @@ class EncoderDecoderPagedCache(EncoderDecoderCache):
         pages = PagedCache(decoder, block_size, kv_format, num_blocks, memory=memory)
         for state in pages.states if is_copy else ():
             state.config = config  # whose attention implementation is read at every forward
-        super().__init__(pages, CrossAttentionCache())
+        super().__init__(pages, CrossAttentionCache(source_room))
 
     @property
     def is_compileable(self) -> bool:

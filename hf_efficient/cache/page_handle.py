@@ -6,6 +6,15 @@ from hf_efficient.cache.bookkeeping.forward_plan import ForwardPlan
 
 
 PAGES = "_hf_efficient_pages"  # the attribute of a key tensor that holds its PageHandle
+NO_MASK = "_hf_efficient_no_mask"  # the attribute of what `no_mask` returns
+
+
+def no_mask() -> torch.Tensor:
+    """A mask that says nothing, for captured forwards of models that make one of ones, as long as the cache, where they
+    are given none. transformers passes on masks of 4 dimensions as they are."""
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    setattr(mask, NO_MASK, True)
+    return mask
 
 
 class PageHandle:
@@ -25,8 +34,13 @@ class PageHandle:
         self.written = False
         self.value = None
 
-    def attend(self, query, key, value, attention_mask, *, softmax_scale, causal, window_size, softcap, s_aux):
+    def attend(
+        self, query, key, value, attention_mask, *, softmax_scale, causal, window_size, softcap, s_aux,
+        distance_bias=None,
+    ):  # fmt: skip
         """Attention of `query` [B, Hq, S, D] over the blocks, after writing `key`, `value` [B, Hk, S, D] there.
+
+        distance_bias: [1, Hq, n], in a decode step on a CPU: what each distance, up to n - 1, adds to the scores.
 
         Returns [B, S, Hq, Dv]; zeros at padding. Raises RuntimeError when a later call comes with other values.
         """
@@ -46,6 +60,8 @@ class PageHandle:
             state.decode_plan.check(key.shape[0], key.shape[2], attention_mask)
             if state.decode_plan.tree_mask is not None:
                 options["tree_mask"] = state.decode_plan.tree_mask
+            if distance_bias is not None:
+                options["alibi_slopes"] = distance_bias
             return layer.store.append_and_attend(layer.tables, query, key if new else None, value, **options)
         state.see(window_size)
         if new:

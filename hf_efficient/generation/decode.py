@@ -51,11 +51,11 @@ def run(request: GenerationRequest, version: model_state.ModelVersion | None = N
     """
     try:
         cache = served.check(request)
-        if cache is None and request.source is not None:
-            return _run(request, PoolEntry.beside_encoder(request.model))[0]
         if cache is not None:
             return _run(request, PoolEntry(cache))[0]
         if not _can_share_cache(request):
+            if request.source is not None:
+                return _run(request, PoolEntry.beside_encoder(request.model.config))[0]
             return _run(request, PoolEntry.growing(request.model.config))[0]
         return _run_over_pool(request, version)
     finally:
@@ -67,6 +67,9 @@ def _can_share_cache(request: GenerationRequest) -> bool:
     """Whether the request can run over a cache of the replay pool."""
     if not request.is_left_padded:  # pages keep no padding
         return False
+    if request.source is not None:
+        captures = served.reads_source_in_place(request) and model_state.current(request.model).is_capturable
+        return captures and not request.returns_dict
     if request.replaces_sample or not request.returns_dict:
         return True
     # In the cache that is returned, windows count padding and other attentions look for it. Batches of more sequences
@@ -80,7 +83,13 @@ def _run_over_pool(request: GenerationRequest, version: model_state.ModelVersion
     with torch.inference_mode(False), torch.no_grad():  # inference mode hides the operators of a forward from captures
         version = version or model_state.current(model)
         hidden_layers = None if request.drafter is None else request.drafter.hidden_layers
-        entry = version.pool.take(model.config, request.batch_size, request.most_tokens, hidden_layers)
+        entry = version.pool.take(
+            model.config,
+            request.batch_size,
+            request.most_tokens,
+            hidden_layers,
+            source_tokens=None if request.source is None else request.source.tokens,
+        )
         is_unchanged = version.snapshot.is_unchanged if entry.is_capturable and _runs_users_code(request) else None
         output, captured = _run(request, entry, is_unchanged)
         if request.returns_dict and request.replaces_sample:

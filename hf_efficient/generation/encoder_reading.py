@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from hf_efficient.cache.encoder_decoder_cache import EncoderDecoderPagedCache
+from hf_efficient.cache.page_handle import no_mask
 from hf_efficient.cache.paged_cache import PagedCache
-from hf_efficient.generation.model_traits import decoder_of, reads_encoder
+from hf_efficient.generation.model_traits import decoder_of, has_distance_bias, masks_its_source, reads_encoder
 from hf_efficient.generation.source import Source
 from hf_efficient.integrations.transformers_compat import cache_name
 from hf_efficient.integrations.transformers_loop import prefill
@@ -32,23 +33,51 @@ class EncoderReading:
     def __init__(self, model, whole: EncoderDecoderPagedCache, *arguments, **options):
         super().__init__(model, whole.self_attention_cache, *arguments, **options)
         self.whole, self._cached = whole, {cache_name(): whole, "use_cache": True}
-        self.is_capturable = False
+        self._has_bias, self._bias = has_distance_bias(model), None
 
     def prefill(self, input_ids: torch.Tensor, generation_config, model_kwargs: dict) -> torch.Tensor:
         """Runs the first decoder tokens, int64 [rows, columns], with `model_kwargs` as `generate()` made them; they
         hold `encoder_outputs`, and `attention_mask` of the encoder where its input has padding."""
-        self.captured, self.extra, self.mask = None, {}, None
+        self.extra, self.mask = {}, None
         self.source = Source(self.model, model_kwargs["encoder_outputs"], self._encoder_mask(model_kwargs))
+        lengths = source_lengths(self.model, self.source)
+        self.is_capturable = self.is_capturable and lengths is not None
+        self._take_captures()
+        if self._has_bias and self.is_capturable:
+            self.cache.attend_over_pages(False)
+            self._bias = distance_bias(decoder_of(self.model))
         model_kwargs = {**model_kwargs, **self._cached}
         with self._collecting_hidden(), self.cache.forward_context():
             logits = prefill(self.model, input_ids, generation_config, model_kwargs).logits[:, -1]
         self._check_first_layers()
+        if self.is_capturable:
+            self.whole.cross_attention_cache.see(lengths)
         self.prompt = list(self.cache.cache_seqlens)
         self.position = torch.full((len(input_ids), 1), self.prompt[0] - 1, device=self.model.device)
         return logits
 
     def _encoder_mask(self, model_kwargs: dict) -> torch.Tensor | None:
         return model_kwargs.get("attention_mask") if self.model.config.is_encoder_decoder else None
+
+    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        takes = self.model.config.is_encoder_decoder
+        inputs = {"decoder_input_ids" if takes else "input_ids": tokens}
+        inputs["decoder_attention_mask" if takes else "attention_mask"] = no_mask()
+        positions_given = _positions_given(decoder_of(self.model), positions, bias=self._bias)
+        with positions_given, self.whole.cross_attention_cache.read_in_place(), self.cache.forward_context():
+            outputs = self.source.encoder_outputs  # that they are there is all that is read of them
+            logits = self.model(**inputs, encoder_outputs=outputs, **self._cached, return_dict=True).logits
+        return logits, logits.argmax(-1), None
+
+    def _replay(self, tokens, positions, tree) -> tuple | None:
+        """Where a bias stands for positions, captured forwards alone read pages: others add that of all columns."""
+        if not self._has_bias:
+            return super()._replay(tokens, positions, tree)
+        self.cache.attend_over_pages()
+        try:
+            return super()._replay(tokens, positions, tree)
+        finally:
+            self.cache.attend_over_pages(False)
 
     def _run(self, tokens, positions, mask, columns: list[int], tree, keep: int) -> torch.Tensor:
         takes = self.model.config.is_encoder_decoder
@@ -80,6 +109,18 @@ class EncoderReading:
         self.source = self.source.rows(rows)
 
 
+def source_lengths(model, source: Source) -> list[int] | None:
+    """How many tokens of its source each row sees; None where these are not the first ones of it."""
+    rows, length = source.encoder_outputs.last_hidden_state.shape[:2]
+    mask = source.attention_mask
+    if mask is None or not masks_its_source(model):
+        return [length] * rows
+    mask = mask.bool()
+    if mask.shape != (rows, length) or bool((mask[:, 1:] > mask[:, :-1]).any()) or not bool(mask[:, 0].all()):
+        return None
+    return mask.sum(1).tolist()
+
+
 def kind_of_cache(model) -> type:
     """The class of cache that speculation runs `model` over."""
     return EncoderDecoderPagedCache if reads_encoder(model) else PagedCache
@@ -90,10 +131,33 @@ def unknown_arguments(model_kwargs: dict) -> list[str]:
     return sorted(key for key, value in model_kwargs.items() if value is not None and key not in _HANDLED)
 
 
+def distance_bias(decoder) -> torch.Tensor:
+    """What T5's decoder adds to the scores of keys so far behind a query, float [1, heads, distances]; the last number
+    is for all greater distances, too."""
+    attention = _first_attention(decoder)
+    distances = torch.arange(attention.relative_attention_max_distance + 1, device=decoder.device)
+    return _bias_of(attention, -distances).t().float().contiguous()[None]
+
+
+def _first_attention(decoder):
+    return decoder.block[0].layer[0].SelfAttention
+
+
+def _bias_of(attention, offsets: torch.Tensor) -> torch.Tensor:
+    """[..., heads], for keys at `offsets` int64 [...] from the query, none of them behind it."""
+    bucket = attention._relative_position_bucket(
+        offsets,
+        bidirectional=False,
+        num_buckets=attention.relative_attention_num_buckets,
+        max_distance=attention.relative_attention_max_distance,
+    )
+    return attention.relative_attention_bias(bucket)
+
+
 @contextmanager
-def _positions_given(decoder, positions: torch.Tensor, keys: torch.Tensor):
+def _positions_given(decoder, positions: torch.Tensor, keys: torch.Tensor | None = None, bias=None):
     """Inside, a forward of `decoder` on this thread has its new tokens at `positions` [rows, width], and the columns of
-    its cache at `keys` [rows, columns]."""
+    its cache at `keys` [rows, columns]. bias: what `distance_bias` gave, in place of `keys`, over pages."""
     thread = get_ident()
     if hasattr(decoder, "embed_positions"):
 
@@ -112,17 +176,13 @@ def _positions_given(decoder, positions: torch.Tensor, keys: torch.Tensor):
     else:
 
         def with_bias(module, inputs, keywords):
+            if get_ident() == thread and bias is not None:
+                return inputs, {**keywords, "position_bias": bias}
             if get_ident() == thread:
-                bucket = module._relative_position_bucket(
-                    keys[:, None] - positions[..., None],
-                    bidirectional=False,
-                    num_buckets=module.relative_attention_num_buckets,
-                    max_distance=module.relative_attention_max_distance,
-                )
-                return inputs, {**keywords, "position_bias": module.relative_attention_bias(bucket).permute(0, 3, 1, 2)}
+                values = _bias_of(module, keys[:, None] - positions[..., None])
+                return inputs, {**keywords, "position_bias": values.permute(0, 3, 1, 2)}
 
-        attention = decoder.block[0].layer[0].SelfAttention
-        handles = [attention.register_forward_pre_hook(with_bias, with_kwargs=True)]
+        handles = [_first_attention(decoder).register_forward_pre_hook(with_bias, with_kwargs=True)]
     try:
         yield
     finally:

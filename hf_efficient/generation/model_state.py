@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from hf_efficient.generation.model_snapshot import ModelSnapshot
-from hf_efficient.generation.model_traits import exact_length, overrides_steps
+from hf_efficient.generation.model_traits import decoder_config, exact_length, overrides_steps
 from hf_efficient.generation.page_attention import attention_functions, can_replace_sdpa, reads_pages
 from hf_efficient.generation.replay.captured_forward import can_be_captured
 from hf_efficient.generation.replay.pool import ReplayPool
@@ -24,7 +24,7 @@ class ModelVersion:
     """
 
     def __init__(self, model):
-        self._config = model.config.get_text_config(decoder=True)
+        self._config = decoder_config(model)
         self._functions = attention_functions(self._config)
         replaces_sdpa = can_replace_sdpa(model)
         has_pages = reads_pages(model, replaces_sdpa)

@@ -70,6 +70,21 @@ def reads_encoder(model) -> bool:
     return model.config.is_encoder_decoder or "encoder_outputs" in inspect.signature(model.forward).parameters
 
 
+def kind_of_encoder_decoder(model) -> str | None:
+    """Of those whose positions are known, as in "bart"; None for other models."""
+    return next((kind for cls in type(model).__mro__ if (kind := _ENCODER_DECODERS.get(cls.__module__))), None)
+
+
+def masks_its_source(model) -> bool:
+    """Whether the decoder sees no padding of its source. Whisper's sees all of it."""
+    return kind_of_encoder_decoder(model) != "whisper"
+
+
+def has_distance_bias(model) -> bool:
+    """Whether a bias of T5's kind, by the distance of query and key, stands for positions."""
+    return kind_of_encoder_decoder(model) in ("t5", "mt5")
+
+
 def decoder_of(model) -> nn.Module:
     """The decoder of a model that `reads_encoder`."""
     found = model.get_decoder()
@@ -80,7 +95,7 @@ def _check_encoder_decoder(model, batch_size: int, argument: str) -> None:
     """Raises ValueError, naming `argument`, for encoder-decoders whose positions `RaggedEncoderDecoder` cannot give,
     and for attentions to which it cannot give masks."""
     name = type(model).__name__
-    if not any(cls.__module__ in _ENCODER_DECODERS for cls in type(model).__mro__):
+    if kind_of_encoder_decoder(model) is None:
         raise ValueError(
             f"{argument}={name} is an encoder-decoder of a kind that speculation does not know: it takes "
             f"{', '.join(_ENCODER_DECODERS.values())}"
@@ -114,9 +129,15 @@ def overrides_steps(model) -> str:
             continue
         if not (module or "").startswith("transformers.models."):
             return "user"
-        if SWITCH_ROPE.get(module) != cls.__name__:
+        # Whisper's own step gives positions where the decoder's prompts are padded, which is left to it anyway
+        if SWITCH_ROPE.get(module) != cls.__name__ and kind_of_encoder_decoder(model) != "whisper":
             return "transformers"
     return ""
+
+
+def decoder_config(model):
+    """The config of the model's decoder; of a kind of `_ENCODER_DECODERS` the model's, which describes both parts."""
+    return model.config if kind_of_encoder_decoder(model) else model.config.get_text_config(decoder=True)
 
 
 def exact_length(model) -> int | None:

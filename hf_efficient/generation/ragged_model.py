@@ -113,6 +113,9 @@ class RaggedModel:
 
     def _prepare_captures(self, model_kwargs: dict) -> None:
         self.extra = {key: value for key, value in model_kwargs.items() if key not in _HANDLED and value is not None}
+        self._take_captures()
+
+    def _take_captures(self) -> None:
         if not self.is_capturable or is_being_watched():
             self.captured = None
         elif self.captured is None:
@@ -236,7 +239,7 @@ class RaggedModel:
             positions = positions.clamp(max=self.max_position)
         self._appended, self.argmax = width, None
         if self.captured is not None and not self.extra:
-            outputs = self.captured(tokens, positions, None if tree is None else tree_mask(tree))
+            outputs = self._replay(tokens, positions, tree)
             if outputs is not None:
                 logits, self.argmax, self.hidden = (None if x is None else x[:, :width] for x in outputs)
                 padding = outputs[0].shape[1] - width
@@ -247,6 +250,9 @@ class RaggedModel:
         with is_tree, self._collecting_hidden(), self.cache.forward_context():
             mask = self._mask(columns, width, device, tree)
             return self._run(tokens, positions, mask, columns, tree, keep or width)[:, -(keep or width) :]
+
+    def _replay(self, tokens: torch.Tensor, positions: torch.Tensor, tree: torch.Tensor | None) -> tuple | None:
+        return self.captured(tokens, positions, None if tree is None else tree_mask(tree))
 
     def _run(self, tokens, positions, mask, columns: list[int], tree, keep: int) -> torch.Tensor:
         """The forward of `tokens`, which start at `columns` of their sequences. Returns the logits of at least the last

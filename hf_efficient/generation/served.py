@@ -6,9 +6,15 @@ import torch
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 
 from hf_efficient.generation import model_state
-from hf_efficient.generation.encoder_reading import kind_of_cache, unknown_arguments
-from hf_efficient.generation.model_traits import check_ragged, exact_length, overrides_steps, reads_encoder
-from hf_efficient.generation.replay.captured_forward import DTYPES, is_being_watched, why_not_captured
+from hf_efficient.generation.encoder_reading import kind_of_cache, source_lengths, unknown_arguments
+from hf_efficient.generation.model_traits import (
+    check_ragged,
+    decoder_config,
+    exact_length,
+    overrides_steps,
+    reads_encoder,
+)
+from hf_efficient.generation.replay.captured_forward import DTYPES, MAX_TOKENS, is_being_watched, why_not_captured
 from hf_efficient.generation.request import GenerationRequest
 from hf_efficient.generation.sequences import STATEFUL
 from hf_efficient.integrations.transformers_compat import attention_of
@@ -36,13 +42,15 @@ def serves(request: GenerationRequest) -> bool:
         or not config.use_cache
         or config.cache_implementation not in _CACHES
         or (cache is not None and (is_users_cache(cache) or cache.get_seq_length()))
-        or model.config is not model.config.get_text_config(decoder=True)  # images and sound have inputs of their own
+        or not is_text_decoder(model)
         or request.input_ids.dim() != 2
         or 0 in request.input_ids.shape
         or not request.is_left_padded
         or (request.streamer is not None and request.batch_size > 1)
         or any(isinstance(processor, STATEFUL) for processor in request.logits_processor)
     ):
+        return False
+    if reads_encoder(model) and (raises(check_decoder_inputs, request) or not reads_source_in_place(request)):
         return False
     version = model_state.current(model)
     return version.is_capturable and (version.exact_length is None or request.max_length <= version.exact_length)
@@ -56,21 +64,32 @@ def why_not(model) -> str | None:
         check_ragged(model, 1, "model")
     except ValueError as error:
         return str(error)
-    if reads_encoder(model):
-        return (
-            "the model is an encoder-decoder, and the native loop takes decoder-only models; enable_speculation(model) "
-            "speeds up calls that draft"
-        )
-    if model.config is not model.config.get_text_config(decoder=True):
+    if reads_encoder(model) and model.device.type != "cpu":
+        return "the native loop runs encoder-decoders on CPUs alone"
+    if not is_text_decoder(model):
         return "the native loop takes text decoders, and this model reads something else, too"
     if (reason := why_not_captured(model)) is not None:
         return reason
     if overrides_steps(model):
         return "the model overrides a step of transformers' decoding loop"
     if not model_state.current(model).is_capturable:
-        implementation = attention_of(model.config.get_text_config(decoder=True))
+        implementation = attention_of(decoder_config(model))
         return f"attention of this model does not read pages with attn_implementation={implementation!r}"
     return None
+
+
+def is_text_decoder(model) -> bool:
+    """Whether its decoder reads text alone, or beside it an encoder's output: images and sound in its own prompt have
+    inputs of their own."""
+    return decoder_config(model) is model.config
+
+
+def reads_source_in_place(request: GenerationRequest) -> bool:
+    """Whether captured forwards of so many sequences could read what the encoder of an encoder-decoder made: see
+    `source_lengths`."""
+    if request.source is None or request.batch_size > MAX_TOKENS:
+        return False
+    return source_lengths(request.model, request.source) is not None
 
 
 def refuses(request: GenerationRequest) -> bool:

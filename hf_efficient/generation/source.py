@@ -22,6 +22,11 @@ class Source:
     attention_mask: torch.Tensor | None = None
     inputs: torch.Tensor | None = None
 
+    @property
+    def tokens(self) -> int:
+        """n, the columns of a source."""
+        return self.encoder_outputs.last_hidden_state.shape[1]
+
     def rows(self, rows: list[int]) -> "Source":
         """The sources of these rows."""
         states = self.encoder_outputs.last_hidden_state

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from hf_efficient.generation import model_state
+from hf_efficient.generation.model_traits import reads_encoder
 from hf_efficient.generation.ragged_model import RaggedModel
 from hf_efficient.generation.replay.captured_forward import EAGER_FORWARDS, MAX_TOKENS, WIDTHS, why_not_captured
 from hf_efficient.generation.speculation.proposal import MAX_NODES
@@ -35,6 +36,8 @@ def warm_up(
 
     Raises ValueError for a model whose forwards are not captured, and for sizes beyond those of a captured forward.
     """
+    if reads_encoder(model):
+        raise ValueError(f"model={type(model).__name__}: warm_up runs decoder-only models")
     if (reason := why_not_captured(model)) is not None:
         raise ValueError(f"model={type(model).__name__}: {reason}")
     for rows in batch_sizes:

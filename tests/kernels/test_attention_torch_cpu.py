@@ -194,6 +194,21 @@ def test_trees(window, kind, nan_poison):
     )
 
 
+@pytest.mark.parametrize("tree", [None, [0b00001, 0b00011, 0b00101, 0b01011, 0b10101]])
+def test_a_bias_by_distance(tree, way):
+    """ALiBi as a table; and one whose last number is for all that is farther away."""
+    cache, q, slopes = Cache([5, 130, 280], 16), torch.randn(3, 5, 4, 16), torch.rand(4)
+    tree = None if tree is None else torch.tensor(tree).repeat(3, 1)
+    options, attend = dict(causal=True, tree_mask=tree), api.flash_attn_with_kvcache
+    table = -slopes[None, :, None] * torch.arange(300)
+    expected = cache.attend(flash_paged.flash_attn_with_kvcache_reference, q, alibi_slopes=slopes, **options)
+    same_attention(cache.attend(attend, q, alibi_slopes=table, **options), expected, FLOAT32)
+    short = torch.randn(1, 4, 9)
+    long = torch.cat([short, short[..., -1:].expand(-1, -1, 291)], -1)
+    outputs = [cache.attend(attend, q, alibi_slopes=each, **options) for each in (short, long)]
+    same_attention(*outputs, FLOAT32)
+
+
 @pytest.mark.parametrize("width", [2, 18])
 def test_evicted_blocks_are_never_looked_up(width, way, nan_poison):
     """Behind a window the table may hold anything."""

@@ -143,6 +143,19 @@ def test_trees(kind, window, calls, nan_poison):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
+def test_a_bias_by_distance(kind, calls, monkeypatch):
+    """As T5 has it, over chains and trees; most keys are farther away than the table is long."""
+    cache, q, table = TypedCache([5, 130, 280], 16, kind, torch.float32), torch.randn(3, 5, 4, 32), torch.randn(1, 4, 9)
+    for more in ({}, dict(tree_mask=torch.tensor(TREE).repeat(3, 1))):
+        options = dict(causal=True, alibi_slopes=table, **more)
+        actual = cache.attend(api.flash_attn_with_kvcache, q, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(native_cpu, "kernel", lambda dtype: None)
+            same_attention(actual, cache.attend(api.flash_attn_with_kvcache, q, **options), FLOAT32)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_appended_tokens_are_those_of_torch(kind, dtype, calls, monkeypatch):
     """Bit for bit, with tokens of zeros, of large and of tiny numbers; row 1 is padding and row 4 crosses a page."""

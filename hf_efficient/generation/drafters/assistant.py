@@ -88,11 +88,12 @@ class AssistantDrafter(Drafter):
         last = limit and limit - 1
         tokens = None if max_new_tokens == UNLIMITED else prompts.shape[1] + max_new_tokens + MAX_NODES + 1
         kwargs = encoder_arguments(self.model, self.sequences)
-        if kwargs is not None:
-            self._pool, entry = None, PoolEntry.beside_encoder(self.model)
-        elif is_left_padded(prompts, {"attention_mask": mask}):
+        source_tokens = None if kwargs is None else kwargs["encoder_outputs"].last_hidden_state.shape[1]
+        if is_left_padded(prompts, {"attention_mask": mask}):
             self._pool, is_reusable = self._replay_pool()
-            entry = self._pool.take(self.model.config, len(prompts), tokens, is_reusable=is_reusable)
+            entry = self._pool.take(
+                self.model.config, len(prompts), tokens, is_reusable=is_reusable, source_tokens=source_tokens
+            )
         else:
             self._pool, entry = None, PoolEntry.growing(self.model.config)
         self._entry = entry

@@ -1,19 +1,19 @@
 """The replay pool: captured forwards that wait for the next `generate()` call, each with the cache that it reads."""
 
-import copy
 import threading
 from dataclasses import dataclass, replace
 
 import torch
 
 from hf_efficient.cache.bookkeeping.tensors import to_device
-from hf_efficient.cache.encoder_decoder_cache import EncoderDecoderPagedCache
+from hf_efficient.cache.encoder_decoder_cache import EncoderDecoderPagedCache, encoder_decoder_config
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.cache.stats import CacheStats, written_bytes
-from hf_efficient.generation.replay.captured_forward import CapturedForward
+from hf_efficient.generation.replay.captured_forward import MAX_TOKENS, CapturedForward
 
 
 MAX_CACHE_BYTES = 256 << 20  # written in a cache on a CPU: one with more is dropped after the call
+MAX_SOURCE_BYTES = 1 << 30  # of the keys and values of sources, on a CPU: eight windows of whisper-small in float32
 MAX_CUDA_CACHE_BYTES = 1 << 30  # allocated by a cache on a CUDA device: one with more is dropped after the call
 # Tokens of a page: on a CPU few, so that short sequences take little; a CUDA kernel reads pages of 64 in whole tiles.
 PAGE_TOKENS = {"cpu": 16, "cuda": 64}
@@ -47,13 +47,31 @@ class PoolEntry:
         return cls(cache)
 
     @classmethod
-    def beside_encoder(cls, model) -> "PoolEntry":
+    def beside_encoder(cls, config) -> "PoolEntry":
         """As `growing`, for a model whose decoder reads an encoder's output."""
-        config = model.config
-        if not config.is_encoder_decoder:  # a decoder alone, as `WhisperForCausalLM`: its config describes both
-            config = copy.deepcopy(config)
-            config.is_encoder_decoder = True
-        return cls(EncoderDecoderPagedCache(config))
+        return cls(EncoderDecoderPagedCache(encoder_decoder_config(config)))
+
+    @property
+    def pages(self) -> PagedCache:
+        """The cache of the decoder's own tokens."""
+        return getattr(self.cache, "self_attention_cache", self.cache)
+
+    def has_room(self, blocks: int, sources: tuple[int, int] | None) -> bool:
+        """Whether so many blocks of the decoder's pages, and sources as in `ReplayPool.take`, fit."""
+        room = None if sources is None else self.cache.cross_attention_cache.room
+        return self.pages.state.pool.num_blocks >= blocks and (
+            sources is None or all(has >= needs for has, needs in zip(room, sources))
+        )
+
+    def clear(self, rows: int) -> None:
+        """Makes the cache one of `rows` empty sequences."""
+        present = self.pages.batch_size
+        self.pages.rewind([0] * present)
+        if present != rows:
+            self.pages.batch_select_indices(torch.zeros(rows, dtype=torch.int64))
+        if self.cache is not self.pages:
+            self.cache.cross_attention_cache.reset()
+            self.cache.is_updated.clear()
 
 
 class ReplayPool:
@@ -74,32 +92,41 @@ class ReplayPool:
         self.entries: list[PoolEntry] = []  # the latest used last
         self._lock = threading.Lock()
 
-    def take(self, config, rows: int, tokens: int | None, hidden_layers=None, is_reusable: bool = True) -> PoolEntry:
+    def take(
+        self, config, rows: int, tokens: int | None, hidden_layers=None, is_reusable: bool = True, source_tokens=None
+    ) -> PoolEntry:
         """An entry with room for `rows` sequences of `tokens` tokens: one that a call has put back, else a new one.
         Nobody else is given it before `put`. Where nothing can be captured, or `tokens` is None, its cache grows.
 
         config: of the model that runs over the cache. is_reusable: whether another call can replay what is captured.
+        source_tokens: of what the decoder of an encoder-decoder reads; None for other models.
         """
-        if tokens is None or not self.is_capturable:
+        grows = tokens is None or not self.is_capturable
+        if source_tokens is not None and (grows or rows > MAX_TOKENS):
+            return PoolEntry.beside_encoder(config)
+        if grows:
             return PoolEntry.growing(config, self.over_pages)
+        sources = None if source_tokens is None else (rows, 1 << (source_tokens - 1).bit_length())
         entry = self._pop(hidden_layers) if is_reusable else None
         tokens = max(MIN_CACHE_TOKENS, 1 << (tokens - 1).bit_length())
         page = PAGE_TOKENS.get(self.device.type, PAGE_TOKENS["cpu"])
         blocks = rows * -(-tokens // page)
-        if entry is not None and entry.cache.state.pool.num_blocks >= blocks:
-            present = entry.cache.batch_size
-            entry.cache.rewind([0] * present)
-            if present != rows:
-                entry.cache.batch_select_indices(torch.zeros(rows, dtype=torch.int64))
+        if entry is not None and entry.has_room(blocks, sources):
+            entry.clear(rows)
             return entry
         if self.device.type == "cuda" and self._bytes(config, blocks * page) > MAX_MEMORY_SHARE * self._free_bytes():
             return PoolEntry.growing(config, self.over_pages)
-        cache = PagedCache(config, page, num_blocks=blocks)
+        if sources is None:
+            cache = PagedCache(config, page, num_blocks=blocks)
+        else:
+            config = encoder_decoder_config(config)
+            cache = EncoderDecoderPagedCache(config, page, num_blocks=blocks, source_room=sources)
+        entry = PoolEntry(cache, None, hidden_layers, is_capturable=True, is_reusable=is_reusable)
         if self.over_pages:
-            cache.attend_over_pages()
-        for layer in cache.layers:
+            entry.pages.attend_over_pages()
+        for layer in entry.pages.layers:
             layer.exact = False  # nobody else sees this cache: attention reads its pages in place, prompts too
-        return PoolEntry(cache, None, hidden_layers, is_capturable=True, is_reusable=is_reusable)
+        return entry
 
     def _bytes(self, config, tokens: int) -> int:
         """About what a cache of so many tokens takes."""
@@ -121,16 +148,18 @@ class ReplayPool:
                 self.entries.remove(entry)
         return entry
 
-    def _is_large(self, cache: PagedCache) -> bool:
+    def _is_large(self, entry: PoolEntry) -> bool:
+        if entry.cache is not entry.pages and entry.cache.cross_attention_cache.written_bytes > MAX_SOURCE_BYTES:
+            return True
         if self.device.type == "cpu":
-            return written_bytes(cache) > MAX_CACHE_BYTES
-        return CacheStats.of(cache).bytes_allocated > MAX_CUDA_CACHE_BYTES
+            return written_bytes(entry.pages) > MAX_CACHE_BYTES
+        return CacheStats.of(entry.pages).bytes_allocated > MAX_CUDA_CACHE_BYTES
 
     def put(self, entry: PoolEntry, captured: CapturedForward | None) -> None:
         """Takes an entry back after a call, with what was captured over its cache. The caller gives it up."""
         if captured is None or not entry.is_reusable or not self.keeps_entries:
             return
-        if self._is_large(entry.cache):
+        if self._is_large(entry):
             return
         captured.forward = captured.is_unchanged = None  # they refer to the model
         if captured.prompt is not None:

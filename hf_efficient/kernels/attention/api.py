@@ -101,6 +101,8 @@ def flash_attn_with_kvcache(
     attends with q [B, Sq, Hq, D] over all of it -> [B, Sq, Hq, Dv], or with return_softmax_lse (out, log-sum-exp [B,
     Hq, Sq]).
 
+    On a CPU alibi_slopes may be [1, Hq, n]: what distances from 0 to n - 1, and all beyond, add to the scores.
+
     Raises as `flash_attn_varlen_func`.
     """
     quantized = k_cache.dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn)

@@ -13,7 +13,8 @@ class QueryBatch(NamedTuple):
     left, right: keys seen before and after the query's position, -1 for no limit (causal attention is right 0).
     ancestors: bool [B, S, S] or None. With it the last S keys are the nodes of a token tree, and query i sees node j
         where ancestors[b, i, j].
-    slopes: float32 [B, Hq] or None, of ALiBi (https://arxiv.org/abs/2108.12409).
+    slopes: float32 [B, Hq] or None, of ALiBi (https://arxiv.org/abs/2108.12409). Or [B, Hq, n]: what distances from 0
+        to n - 1, and all beyond, add to the scores, as in T5 (https://arxiv.org/abs/1910.10683).
     """
 
     positions: torch.Tensor
@@ -28,7 +29,7 @@ class QueryBatch(NamedTuple):
         """`width` queries at the end of each sequence; the nodes of a tree stand right behind their ancestors."""
         first = (lengths - width)[:, None]
         if slopes is not None:
-            slopes = slopes.expand(lengths.shape[0], -1)
+            slopes = slopes.expand(lengths.shape[0], *(-1,) * max(1, slopes.dim() - 1))
         if tree_mask is None:
             positions = first + torch.arange(width, device=lengths.device)
             return cls(positions, lengths, left, 0 if causal else right, None, slopes)
@@ -73,8 +74,11 @@ class QueryBatch(NamedTuple):
         return seen
 
     def bias(self, keys: torch.Tensor) -> torch.Tensor:
-        """float32 [B, Hq, S, n]: what ALiBi adds to the scores."""
+        """float32 [B, Hq, S, n]: what ALiBi, or a table of distances, adds to the scores."""
         distance = (self.positions[..., None] - self.key_positions(keys)[:, None]).abs()
+        if self.slopes.dim() == 3:
+            at = distance.clamp(max=self.slopes.shape[-1] - 1).flatten(1)[:, None].expand(-1, self.slopes.shape[1], -1)
+            return self.slopes.gather(2, at).unflatten(2, distance.shape[1:])
         return distance[:, None] * -self.slopes[..., None, None]
 
 

@@ -40,7 +40,8 @@ class _AttentionCall(ctypes.Structure):
         ("cache_seqlens", _POINTER), ("appended", _INT), ("k", _POINTER), ("v", _POINTER), ("token_group", _INT),
         ("k_tail", _Pages), ("v_tail", _Pages), ("ring_size", _INT), ("quantized_seqlens", _POINTER), ("left", _INT),
         ("right", _INT), ("tree_mask", _POINTER), ("alibi_slopes", _POINTER), ("slopes_stride", _INT),
-        ("s_aux", _POINTER), ("softmax_scale", ctypes.c_double), ("softcap", ctypes.c_double),
+        ("distance_bias", _POINTER), ("distances", _INT), ("s_aux", _POINTER), ("softmax_scale", ctypes.c_double),
+        ("softcap", ctypes.c_double),
     ]  # fmt: skip
 
 
@@ -144,7 +145,12 @@ def describe(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> tuple
     value_dim, packed = out.shape[-1], call.k_min is not None
     bits = 8 * k_cache.shape[-1] // dim if packed else 8
     appended, ring_size = (0 if x is None else x.shape[1] for x in (call.k, call.k_tail))
-    slopes_shape = () if call.alibi_slopes is None else (batch, query_heads)[2 - call.alibi_slopes.dim() :]
+    slopes, bias, slopes_shape = call.alibi_slopes, None, ()
+    if slopes is not None and slopes.dim() == 3:
+        slopes, bias = None, slopes.float().contiguous()
+    elif slopes is not None:
+        slopes_shape = (batch, query_heads)[2 - slopes.dim() :]
+        slopes = slopes.float().contiguous()
     numbers = (
         (call.k, (batch, appended, heads, dim)),
         (call.v, (batch, appended, heads, value_dim)),
@@ -157,7 +163,8 @@ def describe(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> tuple
         (call.quantized_seqlens, (batch,)),
         (call.tree_mask, (batch, width)),
         (call.s_aux, (query_heads,)),
-        (call.alibi_slopes, slopes_shape),
+        (slopes, slopes_shape),
+        (bias, (1, query_heads, 0 if bias is None else bias.shape[-1])),
     )
     for x, shape in numbers:
         if x is not None and (x.shape != shape or x.dtype != q.dtype or not x.is_cpu):
@@ -177,7 +184,6 @@ def describe(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> tuple
     if table.stride(-1) != 1:
         table = table.contiguous()
     s_aux = None if call.s_aux is None else call.s_aux.float().contiguous()
-    slopes = None if call.alibi_slopes is None else call.alibi_slopes.float().contiguous()
     tree = None if call.tree_mask is None else call.tree_mask.long().contiguous()
     quantized = None if call.quantized_seqlens is None else _int32(call.quantized_seqlens).contiguous()
     groups = call.v_scale.shape[-1] if packed else 1
@@ -204,10 +210,11 @@ def describe(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> tuple
         v_tail=_Pages(at(call.v_tail), None, None, value_dim, groups),
         ring_size=ring_size, quantized_seqlens=at(quantized), left=call.left, right=0 if call.causal else call.right,
         tree_mask=at(tree), alibi_slopes=at(slopes),
-        slopes_stride=0 if slopes is None or slopes.dim() == 1 else query_heads, s_aux=at(s_aux),
+        slopes_stride=0 if slopes is None or slopes.dim() == 1 else query_heads, distance_bias=at(bias),
+        distances=0 if bias is None else bias.shape[-1], s_aux=at(s_aux),
         softmax_scale=dim**-0.5 if call.softmax_scale is None else call.softmax_scale, softcap=call.softcap,
     )  # fmt: skip
-    return native, (table, seqlens, s_aux, slopes, tree, quantized)
+    return native, (table, seqlens, s_aux, slopes, bias, tree, quantized)
 
 
 @replays("hf_efficient::flash_attn_with_kvcache")

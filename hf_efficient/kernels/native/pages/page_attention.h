@@ -74,25 +74,30 @@ template <class A> struct Queries {
     }
 };
 
-// Turns products into scores in powers of two, by the softmax's scale, softcap and ALiBi.
+// Turns products into scores in powers of two, by the softmax's scale, softcap, ALiBi and T5's bias.
 struct Biases {
     const AttentionCall &call;
-    const float *slopes;  // of the group's heads, or null
+    const float *slopes, *table;  // of the group's heads, or null
 
     Biases(const AttentionCall &call, int64_t sequence, int64_t head)
         : call(call),
           slopes(call.alibi_slopes ? call.alibi_slopes + sequence * call.slopes_stride + head * call.group()
-                                   : nullptr) {}
+                                   : nullptr),
+          table(call.distance_bias ? call.distance_bias + head * call.group() * call.distances : nullptr) {}
 
     // score: of row m of the queries, for 16 keys from `token` on
     INLINE Floats apply(Floats score, const Visibility &sight, int64_t m, int64_t token) const {
         if (call.softcap) score = soft_capped(score * float(call.softmax_scale), call.softcap) * LOG2_E;
         else score *= float(call.softmax_scale * LOG2_E);
-        if (!slopes) return score;
+        if (!slopes && !table) return score;
         const int64_t at = sight.position(m % call.width);
         float distances[LANES];
-        for (int i = 0; i < LANES; i++)
-            distances[i] = std::abs(at - sight.key_position(std::min(token + i, sight.length - 1)));
+        for (int i = 0; i < LANES; i++) {
+            const int64_t distance = std::abs(at - sight.key_position(std::min(token + i, sight.length - 1)));
+            distances[i] = table ? table[m / call.width * call.distances + std::min(distance, call.distances - 1)]
+                                 : distance;
+        }
+        if (table) return score + *(const Floats *)distances * LOG2_E;
         return score - *(const Floats *)distances * (slopes[m / call.width] * LOG2_E);
     }
 };
@@ -115,7 +120,7 @@ static SHARED void soften(const Biases &biases, const Visibility &sight, int64_t
                           const uint64_t *seen, const Floats *key_scales, Floats (*scores)[TILE_BLOCKS],
                           Softmax *softmax, float *corrections) {
     const AttentionCall &call = biases.call;
-    const bool only_scales = !call.softcap && !biases.slopes && !key_scales && blocks == TILE_BLOCKS;
+    const bool only_scales = !call.softcap && !biases.slopes && !biases.table && !key_scales && blocks == TILE_BLOCKS;
     const float scale = call.softmax_scale * LOG2_E;
     const int64_t rows = call.height(), width = call.width;
     for (int64_t m = 0, query = 0; m < rows; m++, query = query + 1 == width ? 0 : query + 1) {

@@ -53,6 +53,8 @@ struct AttentionCall {
     const int64_t *tree_mask;   // [batch, width] bits of a token tree, or null
     const float *alibi_slopes;  // [query_heads] for each sequence, or null
     int64_t slopes_stride;      // from sequence to sequence
+    const float *distance_bias;  // [query_heads, distances], added to scores by distance, or null
+    int64_t distances;           // greater ones get what the last does
     const float *s_aux;         // [query_heads] sink logits, or null
     double softmax_scale, softcap;
 

@@ -15,8 +15,8 @@ EXPORT_LAYOUTS(LAYOUT(Pages, data, scale, minimum, dim, groups, block_bytes, blo
                LAYOUT(AttentionCall, batch, width, query_heads, heads, query_type, page_type, q, out, lse, lse_stride,
                       lse_head_stride, k_cache, v_cache, num_blocks, block_size, wrap, block_table, table_width,
                       table_stride, cache_seqlens, appended, k, v, token_group, k_tail, v_tail, ring_size,
-                      quantized_seqlens, left, right, tree_mask, alibi_slopes, slopes_stride, s_aux, softmax_scale,
-                      softcap)
+                      quantized_seqlens, left, right, tree_mask, alibi_slopes, slopes_stride, distance_bias,
+                      distances, s_aux, softmax_scale, softcap)
                LAYOUT(RaggedCall, call, query_starts, tokens))
 
 constexpr int64_t SPAN = 256;           // tokens of a span at most

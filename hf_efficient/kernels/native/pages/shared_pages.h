@@ -25,7 +25,8 @@ static int64_t tokens_in_common(const AttentionCall &call, int64_t a, int64_t b)
 static std::vector<SharedPages> shared_pages(const AttentionCall &call) {
     constexpr int64_t LEAST_SHARED = 256, MOST_QUERIES = 64;
     std::vector<SharedPages> groups;
-    if (call.left >= 0 || call.wrap || call.ring_size || call.alibi_slopes || call.tree_mask) return groups;
+    if (call.left >= 0 || call.wrap || call.ring_size || call.alibi_slopes || call.distance_bias || call.tree_mask)
+        return groups;
     for (int64_t first = 0, end; first < call.batch; first = end) {
         int64_t tokens = 0;
         for (end = first + 1; end < call.batch && (end - first + 1) * call.width <= MOST_QUERIES; end++) {
