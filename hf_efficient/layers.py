@@ -241,7 +241,8 @@ class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, layout):
         ctx.layout = layout
-        return layout.matmul(x)
+        y = layout.matmul(x)
+        return y.clone() if y._is_view() else y  # which the caller could not change in place
 
     @staticmethod
     def backward(ctx, grad):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import tiny_model
+from native_loop import CAPTURES
 
 from hf_efficient import PagedCache, enable_speculation
 from hf_efficient.cache.bookkeeping.tensors import lazy_zeros
@@ -58,6 +59,7 @@ def test_a_pool_of_fixed_size(kv_format):
     assert kv_format == "int4" or resident(pages), "the last 128 tokens of int4 lie elsewhere"
 
 
+@CAPTURES  # whose caches are kept
 @needs_smaps
 @pytest.mark.parametrize(("rows", "lookup"), [(1, None), (8, None), (2, 4)])
 def test_generate_takes_memory_for_what_it_writes(rows, lookup):
@@ -79,6 +81,7 @@ def test_generate_takes_memory_for_what_it_writes(rows, lookup):
     assert 0 < written_bytes(kept.cache) < 1 << 20
 
 
+@CAPTURES
 def test_a_cache_with_many_written_bytes_is_dropped(monkeypatch):
     model, ids = enable_speculation(tiny_model("llama", eos_token_id=None)), torch.randint(3, 128, (1, 9))
 

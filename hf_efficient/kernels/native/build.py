@@ -42,7 +42,7 @@ SANITIZE = "HF_EFFICIENT_SANITIZE"  # environment variable
 def sanitizer_flags() -> list[str]:
     """The compiler's flags for `$HF_EFFICIENT_SANITIZE`; none where that is empty or not set."""
     names = os.environ.get(SANITIZE)
-    return ["-O1", f"-fsanitize={names}", "-fno-sanitize-recover=all", "-g"] if names else []
+    return ["-O1", f"-fsanitize={names}", "-fno-sanitize-recover=all", "-g1"] if names else []
 
 
 def build(name: str, command: list[str], **definitions: int) -> Path:
