@@ -11,7 +11,6 @@ from hf_efficient.integrations import transformers_model_methods as model_method
 from hf_efficient.integrations import transformers_tensor_parallel as tensor_parallel
 from hf_efficient.integrations import transformers_weight_conversions as weight_conversions
 from hf_efficient.kernels.native.heap import HeapTrimmer, MappedFiles
-from hf_efficient.kernels.native.openmp import release_threads
 from hf_efficient.layers import CompressedModule
 from hf_efficient.targets.swapping import Swapped, swap
 
@@ -166,7 +165,6 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         self.after_loading(model)
-        release_threads()  # servers compute in other threads than they load in
         return model
 
     def after_loading(self, model) -> None:
@@ -199,7 +197,7 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
         for module in model.modules():
             if isinstance(module, CompressedModule):
                 self._derive_layouts(module, mapped)
-        self.heap.flush()
+        self.heap.finish()
         if is_cut:
             tensor_parallel.refuse_saving(model)
         else:

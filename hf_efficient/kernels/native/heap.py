@@ -1,4 +1,4 @@
-"""Gives memory back to the operating system while a model loads: what glibc keeps, and pages of mapped files.
+"""Gives memory and threads back to the operating system while a model loads: what glibc keeps, and pages of mapped files.
 
 glibc keeps the memory of many short-lived buffers: 300 MB after quantizing a model of 270 MB. Pages of a checkpoint
 that a layout was made of count as the process's memory beside it as long as any tensor of the file is in use. Without
@@ -13,6 +13,8 @@ from bisect import bisect_right
 from collections.abc import Iterable
 
 import torch
+
+from hf_efficient.kernels.native.openmp import release_threads
 
 
 _TRIM_EVERY = 1 << 24  # 16 MB of weights
@@ -57,6 +59,11 @@ class HeapTrimmer:
         self.pending = 0
         if _malloc_trim is not None:
             _malloc_trim(0)
+
+    def finish(self) -> None:
+        """Returns free heap pages, and the OpenMP threads of this thread: servers compute in others than they load in."""
+        self.flush()
+        release_threads()
 
 
 class MappedFiles:
