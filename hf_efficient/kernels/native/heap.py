@@ -1,4 +1,4 @@
-"""Gives memory and threads back to the operating system while a model loads: what glibc keeps, and pages of mapped files.
+"""Gives memory and threads back to the system while a model loads: what glibc keeps, and pages of mapped files.
 
 glibc keeps the memory of many short-lived buffers: 300 MB after quantizing a model of 270 MB. Pages of a checkpoint
 that a layout was made of count as the process's memory beside it as long as any tensor of the file is in use. Without
@@ -61,7 +61,7 @@ class HeapTrimmer:
             _malloc_trim(0)
 
     def finish(self) -> None:
-        """Returns free heap pages, and the OpenMP threads of this thread: servers compute in others than they load in."""
+        """Returns free heap pages, and the OpenMP threads of this thread: servers compute in others."""
         self.flush()
         release_threads()
 
