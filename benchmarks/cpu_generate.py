@@ -338,8 +338,9 @@ def main() -> None:
     options.batch = options.batch or ([1] if quick else [1, 8])
     options.prompt = options.prompt or (["32", "512", "copying", "fresh"] if quick else PROMPTS)
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    kept = earlier(options, parser) if options.resume else None
     torch.set_num_threads(options.threads)
-    benchmark = Benchmark(options, earlier(options, parser) if options.resume else None)
+    benchmark = Benchmark(options, kept)
     for model in options.models:
         with tempfile.TemporaryDirectory() as folder:
             benchmark.measure(model, folder_of(model, folder))

@@ -70,6 +70,16 @@ def fresh_compiler():
 
 
 @pytest.fixture(autouse=True)
+def number_of_threads_stays():
+    """A test that leaves torch more threads than there are CPUs makes all that follow it slow."""
+    before = torch.get_num_threads()
+    yield
+    after = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert after == before
+
+
+@pytest.fixture(autouse=True)
 def transformers_loop(request, monkeypatch):
     """Without a drafter `generate()` runs transformers' loop, which the native loop is compared with, except in tests
     marked native_loop."""
