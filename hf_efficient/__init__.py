@@ -26,6 +26,7 @@ _PUBLIC = {
     "PagedCache": "hf_efficient.cache.paged_cache",
     "EncoderDecoderPagedCache": "hf_efficient.cache.encoder_decoder_cache",
     "PrefixCache": "hf_efficient.cache.prefix_cache",
+    "PrefixOffload": "hf_efficient.cache.prefix_tiers",
     "ContinuousBatchingConfig": "hf_efficient.integrations.transformers_paged_formats",
     "Offload": "hf_efficient.cache.stores.offload",
     "EvictionPolicy": "hf_efficient.cache.eviction.base",

@@ -7,14 +7,20 @@ import weakref
 import torch
 
 from hf_efficient.cache.bookkeeping.model_key import ModelKey, check_model
-from hf_efficient.cache.bookkeeping.prefix_tree import UNKNOWN, PrefixTree
+from hf_efficient.cache.bookkeeping.prefix_tree import UNKNOWN
 from hf_efficient.cache.bookkeeping.row_tokens import Restored, mark_tokens
-from hf_efficient.cache.bookkeeping.tensors import lazy_zeros, to_device
 from hf_efficient.cache.layer_groups import layer_types_of
 from hf_efficient.cache.prefix_hook import ForwardHook, columns_to_skip, is_plain
-from hf_efficient.cache.stores.full_precision import PageStore
+from hf_efficient.cache.prefix_pool import LOWER, PrefixOffload, PrefixPool, form_of, rates_of, settled_tokens
 from hf_efficient.cache.stores.kv_formats import block_size_of
-from hf_efficient.cache.stores.memory_budget import bytes_per_block, check_pool_size, parse_bytes
+from hf_efficient.cache.stores.memory_budget import check_pool_size, parse_bytes
+
+
+_COUNTED = (
+    *("hits", "misses", "bypassed", "prompt_tokens", "skipped_tokens"),
+    *("pool_hits", "host_hits", "disk_hits", "recomputed_tokens"),
+)
+_MEASURED_TOKENS = 64  # of a forward at least, so that its time says what a prompt costs
 
 
 class PrefixCache:
@@ -58,6 +64,7 @@ class PrefixCache:
             pages, as the next chunk of a chunked prefill does. "int4" and "int2" store tokens once they are quantized,
             at the latest 256 tokens later; the first block of every beginning, which they do not quantize, takes memory
             outside the pool.
+        offload: a `PrefixOffload`: blocks that leave the pool go to host memory, and from there to the disk.
 
     Raises ValueError for other arguments, and for models whose keys do not follow from the tokens before them.
     """
@@ -70,6 +77,7 @@ class PrefixCache:
         memory: int | str | None = None,
         block_size: int | None = None,
         kv_format: str = "auto",
+        offload: PrefixOffload | None = None,
     ):
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
@@ -77,20 +85,19 @@ class PrefixCache:
         if num_blocks is None and memory is None:
             raise ValueError(f"num_blocks={num_blocks} and memory={memory!r}: give one of them")
         check_pool_size(num_blocks, memory)
+        if offload is not None and not isinstance(offload, PrefixOffload):
+            raise ValueError(f"offload={offload!r}: must be an hf_efficient.PrefixOffload")
         block_size = block_size_of(kv_format, block_size)
         layer_types_of(model.config, model.config.get_text_config(decoder=True))  # raises for what no PagedCache holds
         check_model(model)
         self.block_size, self.kv_format = block_size, kv_format
-        self._memory = None if memory is None else parse_bytes("memory", memory)
         self._config = model.config.get_text_config(decoder=True)
         self._lock = threading.Lock()
         self._clears = 0
-        self._tree = PrefixTree(num_blocks or 0, block_size)
-        self._forms: list[tuple] = []  # of each layer's pages
-        self._pools: list[dict[str, torch.Tensor]] = []  # of each layer: like `PageStore.pages`
-        # first block of a sequence -> `PageStore.beginning` of each layer
-        self._beginnings: dict[int, list[dict[str, torch.Tensor]]] = {}
-        self._counts = dict.fromkeys(("hits", "misses", "bypassed", "prompt_tokens", "skipped_tokens"), 0)
+        self._rates = None if offload is None else rates_of(model, self._config)
+        memory = None if memory is None else parse_bytes("memory", memory)
+        self._pool = PrefixPool(block_size, num_blocks, memory, offload, self._rates)
+        self._counts = dict.fromkeys(_COUNTED, 0)
         names = list(inspect.signature(model.forward).parameters)
         handles = [
             model.register_forward_pre_hook(ForwardHook(self, names, PrefixCache._before), with_kwargs=True),
@@ -107,7 +114,7 @@ class PrefixCache:
     def clear(self) -> None:
         """Forgets everything and frees the memory. Caches in use find and store nothing until they are empty."""
         with self._lock:
-            self._forget()
+            self._pool.forget()
             self._clears += 1
 
     def stats(self) -> dict[str, int]:
@@ -115,19 +122,13 @@ class PrefixCache:
 
         `hits`, `misses`: sequences whose beginning was stored and cut, and others that were looked up. `bypassed`:
         sequences that were not looked up. `prompt_tokens`: tokens of forwards that were looked up, `skipped_tokens`:
-        those of them that did not run. `evicted_blocks`. Now: `num_blocks`, `used_blocks`, and `bytes` of the pool and
-        of what lies outside it; a pool sized by `memory` has no blocks before the first forward.
+        those of them that did not run. `pool_hits`, `host_hits`, `disk_hits`: blocks that were copied from each tier,
+        and `recomputed_tokens`, those that ran again as that was faster than reading them (not among the skipped ones).
+        `evicted_blocks`: those that left the pool. Now: `num_blocks`, `used_blocks`, and `bytes` of the pool and
+        of what lies outside it; a pool sized by `memory` has no blocks before the first forward. `host_blocks`,
+        `host_bytes`, `disk_blocks`, `disk_bytes`: in use there.
         """
-        return {
-            **self._counts,
-            "evicted_blocks": self._tree.num_evicted,
-            "num_blocks": self._tree.num_blocks,
-            "used_blocks": self._tree.num_used,
-            "bytes": sum(x.nbytes for held in self._held() for tensors in held for x in tensors.values()),
-        }
-
-    def _held(self) -> list[list[dict[str, torch.Tensor]]]:
-        return [self._pools, *self._beginnings.values()]
+        return {**self._counts, **self._pool.stats()}
 
     @property
     def hit_rate(self) -> float:
@@ -161,12 +162,42 @@ class PrefixCache:
             same = tokens.key is not None and tokens.key.still_holds(model)
         tokens.is_plain = plain and same and tokens.key.is_shared and tokens.clears == self._clears
         new = self._new_tokens(cache, inputs) if tokens.is_plain and limit > 0 else None
+        if self._rates is not None:
+            tokens.started = self._rates.clock()
+        if tokens.is_recomputing:
+            return None
         if new is None:
             if begins and inputs.get("input_ids") is not None:
                 self._counts["bypassed"] += len(inputs["input_ids"])
             return None
+        if begins and self._pool.lower is not None and (columns := self._columns_to_recompute(cache, limit, *new)):
+            return self._recompute(model, cache, inputs, columns)
         with self._lock:
             return self._cut(cache, inputs, limit, *new)
+
+    def _columns_to_recompute(self, cache, limit: int, marked: torch.Tensor, valid: torch.Tensor) -> int:
+        """How many leading columns are stored and run faster than they are read."""
+        if not bool(valid.all()):
+            return 0
+        with self._lock:
+            found = [self._pool.tree.match(cache.row_tokens.key.digest, sequence) for sequence in marked.tolist()]
+        tiers = [[node.tier for node in nodes] for nodes in zip(*found)][: limit // self.block_size]
+        return self._rates.leading_blocks(tiers, self.block_size, self._pool.lower.block_bytes) * self.block_size
+
+    def _recompute(self, model, cache, inputs: dict, columns: int) -> dict:
+        """Runs the first `columns`, then restores what is stored of the others. Returns the inputs that are left."""
+        state, tokens = cache.state, cache.row_tokens
+        first, rest = _parted(inputs, columns)
+        tokens.is_recomputing = True
+        try:
+            model(**first)
+        finally:
+            tokens.is_recomputing = False
+        self._counts["recomputed_tokens"] += columns * len(inputs["input_ids"])
+        left = self._before(model, cache, rest)
+        restored = 0 if tokens.restored is None else tokens.restored.columns
+        tokens.restored = Restored(columns + restored, True, state.num_forwards)
+        return rest if left is None else left
 
     def _new_tokens(self, cache, inputs: dict) -> tuple[torch.Tensor, torch.Tensor] | None:
         """int64 [B, S] from `mark_tokens` and bool [B, S], which columns are tokens; None when some ids are unknown."""
@@ -190,7 +221,7 @@ class PrefixCache:
         batch = len(marked)
         held = tokens.read() or [[]] * batch
         starts = [len(sequence) for sequence in held]
-        found = [self._tree.match(tokens.key.digest, held[b] + marked[b][valid[b]].tolist()) for b in range(batch)]
+        found = [self._pool.tree.match(tokens.key.digest, held[b] + marked[b][valid[b]].tolist()) for b in range(batch)]
         stored = torch.tensor([max(0, len(blocks) * size - start) for blocks, start in zip(found, starts)])
         columns = min(limit, int((valid.cumsum(1) <= stored[:, None]).sum(1).min()))
         counts = valid[:, :columns].sum(1).tolist()
@@ -202,33 +233,31 @@ class PrefixCache:
             return None
 
         layers, was_empty = cache._paged_layers, not state.pool.lengths
-        if any(layer.is_initialized and _form(layer) != form for layer, form in zip(layers, self._forms)):
+        if any(layer.is_initialized and form_of(layer) != form for layer, form in zip(layers, self._pool.forms)):
             return None
         mask = None if mask is None else mask[:, : state.columns + columns]
-        for layer, (form, device) in zip(layers, self._forms):
+        for layer, (form, device) in zip(layers, self._pool.forms):
             dtype, key_heads, key_dim, value_heads, value_dim = form
             like = torch.empty(batch, key_heads + value_heads, 0, key_dim + value_dim, dtype=dtype, device=device)
             key_value = like[:, :key_heads, :, :key_dim], like[:, :value_heads, :, :value_dim]
             layer.fix_pools(*key_value)
             layer.prepare(layer.join_plan(batch, columns, mask), *key_value)
-        copies, settled = {}, _settled(layers, starts)
+        places, settled = {}, settled_tokens(layers, starts)  # block of the cache -> node
         for b, (start, count, table) in enumerate(zip(starts, counts, state.pool.tables)):
             if count:
-                copies.update((table[p], found[b][p]) for p in range(settled[b] // size, -(-(start + count) // size)))
-        copy = _copier(copies)
-        for number, (layer, pools) in enumerate(zip(layers, self._pools)):
-            copy(pools, layer.store.pages)
-            beginnings = [self._beginnings[x[0]][number] if count else None for x, count in zip(found, counts)]
+                places.update((table[p], found[b][p]) for p in range(settled[b] // size, -(-(start + count) // size)))
+        for name, blocks in zip(("pool", *LOWER), self._pool.give(layers, places)):
+            self._counts[f"{name}_hits"] += blocks
+        for number, layer in enumerate(layers):
+            beginnings = [nodes[0].beginning[number] if count else None for nodes, count in zip(found, counts)]
             layer.store.resume(state.pool.lengths, beginnings)
         tokens.append(starts, state.pool.lengths, marked[:, :columns], valid[:, :columns])
         tokens.read()  # these are on the CPU, and those of forwards need not be
         tokens.restored = Restored(columns, was_empty, state.num_forwards)
         self._counts["skipped_tokens"] += sum(counts)
-        sliced = {"input_ids", "position_ids", "cache_position"}
-        return {
-            name: value[..., columns:] if name in sliced and value is not None else value
-            for name, value in inputs.items()
-        }
+        if any(node.tier for node in places.values()):  # what was used comes back to the pool
+            self._pool.store(cache, {b: sequence for b, sequence in enumerate(tokens.read()) if counts[b]})
+        return _parted(inputs, columns)[1]
 
     def _after(self, model, cache, inputs: dict, output) -> None:
         """After a forward of `inputs`, what `_before` restored left out: stores the blocks that became complete.
@@ -244,6 +273,8 @@ class PrefixCache:
             or any(x.num_forwards != state.num_forwards for x in cache._paged_layers)
         ):
             return  # nothing was appended, or not by all layers
+        if self._rates is not None:
+            self._measure(model, tokens, plan)
         marked = None
         if tokens.is_plain and inputs["input_ids"].shape[1] == plan.width:
             seen = None if state.reads_pages else inputs.get("attention_mask")
@@ -256,7 +287,16 @@ class PrefixCache:
             sequences = tokens.read()
             with self._lock:
                 if tokens.clears == self._clears:
-                    self._store(cache, {b: sequences[b] for b in complete})
+                    self._pool.store(cache, {b: sequences[b] for b in complete})
+
+    def _measure(self, model, tokens, plan) -> None:
+        """Notes what the forward took, where it is long enough to tell the speed of prompts."""
+        new = [end - start for start, end in zip(plan.starts, plan.lengths)]
+        if plan.width >= _MEASURED_TOKENS and min(new) == plan.width:
+            if model.device.type == "cuda":
+                torch.cuda.synchronize(model.device)
+            seconds = (self._rates.clock() - tokens.started) / len(new)
+            self._rates.computed(sum(plan.starts) // len(new), plan.width, seconds)
 
     def _undo(self, cache) -> None:
         """Takes back what was restored for a forward that raised before any layer appended to it."""
@@ -266,75 +306,12 @@ class PrefixCache:
         if restored.num_forwards == state.num_forwards:
             cache.reset() if restored.was_empty else cache.crop(-restored.columns)
 
-    def _store(self, cache, sequences: dict[int, list[int]]) -> None:
-        layers, forms = cache._paged_layers, [_form(layer) for layer in cache._paged_layers]
-        try:
-            if forms != self._forms:  # the first ones, or the model has another dtype now
-                self._make_pools([layer.store for layer in layers])
-                self._forms = forms
-            copies, settled = {}, _settled(layers, cache.state.pool.lengths)
-            for b, sequence in sequences.items():
-                for number, block in self._tree.insert(cache.row_tokens.key.digest, sequence[: settled[b]]):
-                    copies[block] = cache.state.pool.tables[b][number]  # a block may be evicted and taken again
-                    self._beginnings.pop(block, None)
-                    if number == 0:
-                        self._beginnings[block] = [layer.store.beginning(b) for layer in layers]
-            copy = _copier(copies)
-            for layer, pools in zip(layers if copies else (), self._pools):
-                copy(layer.store.pages, pools)
-        except BaseException:
-            self._forget()  # else the tree would name blocks that were not filled
-            raise
 
-    def _make_pools(self, stores: list[PageStore]) -> None:
-        """Empty pools of blocks like those of the layers."""
-        self._forget()
-        if self._memory is not None:
-            size = sum(bytes_per_block(store) for store in stores)
-            if self._memory < size:
-                raise ValueError(f"PrefixCache(memory={self._memory}): a block over all layers takes {size} bytes")
-            self._tree.num_blocks = self._memory // size
-            self._tree.clear()
-        number = self._tree.num_blocks
-        with torch.inference_mode(False):  # inference tensors cannot be written to outside of inference mode
-            self._pools = [
-                {name: lazy_zeros(pages, number, *pages.shape[1:]) for name, pages in store.pages.items()}
-                for store in stores
-            ]
-
-    def _forget(self) -> None:
-        self._tree.clear()
-        self._forms, self._pools, self._beginnings = [], [], {}
-
-
-def _settled(layers: list, lengths: list[int]) -> list[int]:
-    """`PageStore.settled` of the layer that has settled least."""
-    return [min(tokens) for tokens in zip(*(layer.store.settled(lengths) for layer in layers))]
-
-
-def _form(layer) -> tuple:
-    """What layers of one format and block size must agree in to exchange blocks."""
-    return layer.store.form, layer.store.device
-
-
-def _copier(copies: dict[int, int]):
-    """A function of (source, target), the pages of a layer, that copies block `copies[i]` of source to block i of
-    target."""
-    destinations, runs = sorted(copies), []
-    for block in destinations:
-        if runs and block == runs[-1].stop:
-            runs[-1] = slice(runs[-1].start, block + 1)
-        else:
-            runs.append(slice(block, block + 1))
-    sources = [copies[block] for block in destinations]
-
-    def copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
-        to, of = to_device([destinations, sources], torch.int64, next(iter(source.values())).device)
-        for name, pages in source.items():
-            if len(runs) > 4:
-                target[name].index_copy_(0, to, pages.index_select(0, of))
-            else:  # ten times faster on a CPU
-                for run, chosen in zip(runs, of.split([run.stop - run.start for run in runs])):
-                    torch.index_select(pages, 0, chosen, out=target[name][run])
-
-    return copy
+def _parted(inputs: dict, columns: int) -> tuple[dict, dict]:
+    """The inputs of a forward of the first `columns` columns, of an empty cache, and of one of those after them."""
+    first, rest = dict(inputs), dict(inputs)
+    for name in ("input_ids", "position_ids", "cache_position", "attention_mask"):
+        if inputs.get(name) is not None:
+            first[name] = inputs[name][..., :columns]
+            rest[name] = inputs[name] if name == "attention_mask" else inputs[name][..., columns:]
+    return first, rest

@@ -9,6 +9,7 @@ into what produces the tensor where that is exact, otherwise kept as an input sc
 import torch
 
 from hf_efficient.calibration.blocks import weight_of
+from hf_efficient.calibration.expert_scales import scale_experts
 from hf_efficient.calibration.folding import Folding, Producer, centred
 from hf_efficient.formats import AffineFormat
 from hf_efficient.methods._affine_grid import covering_grid, group_width, grouped
@@ -21,10 +22,17 @@ _ELEMENTS_AT_ONCE = 1 << 20  # weights at a time: bounds the float32 copies of r
 
 @torch.no_grad()
 def transform(block, method: str = "awq") -> None:
-    """Scales the inputs of the linears of a `Block` that have this method and an affine format, and of other linears
-    that read the same tensor. What the block computes stays. Needs statistics with a hessian."""
+    """Scales the inputs of the linears of a `Block` that have this method and an affine format, of other linears that
+    read the same tensor, and of the second weights of fused experts. What the block computes stays. Needs statistics
+    with a hessian."""
     formats, linears = block.formats, block.linears
-    chosen = {n for n in linears if block.schemes[n].method == method and isinstance(formats[n], AffineFormat)}
+    wanted = {n for n in formats if block.schemes[n].method == method and isinstance(formats[n], AffineFormat)}
+    scale_experts(
+        block,
+        wanted.intersection(block.experts),
+        lambda name, weight, inputs, rows: search_scale([weight], [formats[name]], inputs),
+    )
+    chosen = wanted.intersection(linears)
     if not chosen:
         return
 

@@ -10,8 +10,7 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from hf_efficient.calibration.routed_inputs import RoutedInputs, RoutedRows
-from hf_efficient.experts import expert_weight_names
+from hf_efficient.calibration.routed_inputs import RoutedInputs, watching_routes
 from hf_efficient.observers.hooks import watching_inputs
 from hf_efficient.observers.linear_inputs import LinearInputs
 
@@ -55,13 +54,8 @@ def collect(
     with ExitStack() as stack:
         stack.enter_context(watching_inputs(linears, observer.see))
         for name, module in experts.items():
-            rows = RoutedRows(module, keep and functools.partial(keep, name))
-            for index, weight in enumerate(expert_weight_names(module)):
-                routed.append(RoutedInputs(f"{name}.{weight}", rows, index, hessian))
-            hook = module.register_forward_pre_hook(
-                lambda module, args, kwargs, rows=rows: rows.add(*[*args, *kwargs.values()][:2]), with_kwargs=True
-            )
-            stack.callback(hook.remove)
+            rows = stack.enter_context(watching_routes(module, keep and functools.partial(keep, name)))
+            routed += rows.inputs(name, hessian)
         for batch in range(batches):
             observer.begin(stop_at_last=batch > 0 and not experts)
             try:

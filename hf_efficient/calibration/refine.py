@@ -18,7 +18,7 @@ from hf_efficient.calibration.refine_binary import TwoBitWeight
 from hf_efficient.calibration.refine_codebook import CodebookWeight
 from hf_efficient.calibration.refine_trellis import TrellisWeight
 from hf_efficient.calibration.transformed_weight import to_plain, to_stored
-from hf_efficient.calibration.tuning import TunedWeight, refine_linears
+from hf_efficient.calibration.tuning import TunedExperts, TunedWeight, refine_linears
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.group_bits import GroupBitsFormat
 from hf_efficient.methods import inner_format
@@ -30,9 +30,10 @@ _MARGIN = 0.49  # largest distance of u from its code at the start
 
 
 def refine_block(block: Block, targets: list[torch.Tensor], epochs: float | None = None, seed: int = 0) -> None:
-    """Tunes the codes and scales in `block.tensors` of the linears with `refine=True` in an affine format, with a table
-    or of two binary terms, and the factors of those along a trellis (transformed inputs included). Batches of about
-    1,000 tokens do better than larger ones in the same time.
+    """Tunes the codes and scales in `block.tensors` of the linears and fused experts with `refine=True` in an affine
+    format, with a table or of two binary terms, and the factors of those along a trellis (transformed inputs included).
+    Batches of about 1,000 tokens do better than larger ones in the same time. What no token of an expert reached stays
+    as it is. All experts of a block are in memory, 16 bytes for each of their weights.
 
     Args:
         targets: outputs of the original model after the block, [B, T, H] for each batch.
@@ -44,14 +45,30 @@ def refine_block(block: Block, targets: list[torch.Tensor], epochs: float | None
         for name, module in block.linears.items()
         if block.schemes[name].refine and is_tuned(block.formats[name])
     }
-    if not tuned:
+    experts = {
+        name: _tuned_experts(block, name)
+        for name in block.experts
+        if block.schemes[name].refine and is_tuned(block.formats[name])
+    }
+    weights = [*tuned.values(), *(weight for each in experts.values() for weight in each.all())]
+    if not weights:
         return
     if epochs is None:
-        bits = min(inner_format(weight.format).bits for weight in tuned.values())
+        bits = min(inner_format(weight.format).bits for weight in weights)
         epochs = EPOCHS_AT_2_BITS if bits == 2 else EPOCHS
-    parameters = [group for weight in tuned.values() for group in weight.groups()]
-    if refine_linears(block, targets, tuned, parameters, epochs, seed):
+    parameters = [group for weight in weights for group in weight.groups()]
+    if refine_linears(block, targets, tuned, parameters, epochs, seed, experts):
         block.formats.update({name: weight.format for name, weight in tuned.items()})
+        block.formats.update({name: each.all()[0].format for name, each in experts.items()})
+
+
+def _tuned_experts(block: Block, name: str) -> TunedExperts:
+    """The weights of the fused experts `name`."""
+    format, prefix = block.formats[name], f"{name}."
+    tensors = {key.removeprefix(prefix): x for key, x in block.tensors.items() if key.startswith(prefix)}
+    return TunedExperts(
+        block.experts[name], tensors, lambda module, own: _TUNED[type(inner_format(format))](module, format, own)
+    )
 
 
 class _AffineWeight(TunedWeight):

@@ -2,6 +2,7 @@
 them."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -38,6 +39,11 @@ class RoutedRows:
             if 0 <= expert < len(self.counts):
                 self.counts[expert] += (chosen == expert).any(1).sum().item()
 
+    def inputs(self, name: str, hessian: bool) -> "list[RoutedInputs]":
+        """The statistics of both weights of the experts `name`."""
+        weights = enumerate(expert_weight_names(self.module))
+        return [RoutedInputs(f"{name}.{weight}", self, index, hessian) for index, weight in weights]
+
     def of(self, expert: int, device) -> Iterator[torch.Tensor]:
         """The rows [R, H] of an expert, call by call, on `device`."""
         for hidden, chosen in self._calls:
@@ -52,6 +58,19 @@ class RoutedRows:
         for rows in self.of(expert, device):
             up = rows @ (weight if self.module.is_transposed else weight.t())
             yield expert_activation(self.module, up if bias is None else up + bias[expert])
+
+
+@contextmanager
+def watching_routes(module: nn.Module, keep: Callable[[int, torch.Tensor], torch.Tensor] | None = None):
+    """Inside, the `RoutedRows` that this gives see every call of fused experts."""
+    rows = RoutedRows(module, keep)
+    hook = module.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.add(*[*args, *kwargs.values()][:2]), with_kwargs=True
+    )
+    try:
+        yield rows
+    finally:
+        hook.remove()
 
 
 class RoutedInputs(Sequence):
@@ -84,9 +103,23 @@ class RoutedInputs(Sequence):
         return (self.rows.counts == 0).nonzero().flatten().tolist()
 
     @torch.no_grad()
+    def of(self, expert: int) -> Iterator[torch.Tensor]:
+        """The rows [R, K] that the weight of an expert reads, call by call."""
+        yield from (self.rows.projected if self.index else self.rows.of)(expert, self.device)
+
+    def sample(self, expert: int, most: int) -> torch.Tensor:
+        """At most `most` of them, evenly spread, float32 [n, K]."""
+        step = max(1, -(-int(self.rows.counts[expert]) // most))
+        return torch.cat([rows.float() for rows in self.of(expert)])[::step]
+
+    def settle_unreached(self) -> None:
+        """Fixes the statistics of experts that no row reached, before weights of the others change."""
+        if self.unreached:
+            self._merged()
+
     def _of(self, expert: int) -> LinearInputs:
         inputs = LinearInputs(self.width, self.hessian, f"{self.name}[{expert}]", self.device)
-        for rows in (self.rows.projected if self.index else self.rows.of)(expert, self.device):
+        for rows in self.of(expert):
             inputs.update(rows)
         return inputs
 

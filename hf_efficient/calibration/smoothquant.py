@@ -8,6 +8,7 @@ exact, otherwise kept as an input scale."""
 import torch
 
 from hf_efficient.calibration.blocks import weight_of
+from hf_efficient.calibration.expert_scales import scale_experts
 from hf_efficient.calibration.folding import Folding, Producer, centred
 from hf_efficient.calibration.static_ranges import activation_tensors
 from hf_efficient.methods import inner_format, quantize
@@ -20,10 +21,17 @@ _ROWS = 512  # rows of a tensor in its sample, spread evenly over all batches
 
 @torch.no_grad()
 def transform(block, method: str = "smoothquant") -> None:
-    """Scales the inputs of the linears of a `Block` that have this method and no rotation, and of other linears that
-    read the same tensor. What the block computes stays. Runs the block once more over all batches for the sample."""
+    """Scales the inputs of the linears of a `Block` that have this method and no rotation, of other linears that read
+    the same tensor, and of the second weights of fused experts. What the block computes stays. Runs the block once more
+    over all batches for the sample."""
     formats, linears = block.formats, block.linears
-    chosen = {n for n in linears if block.schemes[n].method == method and not getattr(formats[n], "rotation", False)}
+    wanted = {n for n in formats if block.schemes[n].method == method and not getattr(formats[n], "rotation", False)}
+
+    def search_of_expert(name: str, weight: torch.Tensor, inputs, sample: torch.Tensor) -> torch.Tensor:
+        return search_scale([weight], [(inner_format(formats[name]), block.schemes[name])], inputs, sample)
+
+    scale_experts(block, wanted.intersection(block.experts), search_of_expert)
+    chosen = wanted.intersection(linears)
     if not chosen:
         return
     folding = Folding(block)

@@ -1,7 +1,10 @@
 """Static activation scales: chosen on calibration data, fixed when the model runs."""
 
+from contextlib import ExitStack
+
 import torch
 
+from hf_efficient.calibration.routed_inputs import RoutedInputs, watching_routes
 from hf_efficient.configs.checks import naming
 from hf_efficient.kernels.hadamard import rotate
 from hf_efficient.methods import inner_format
@@ -17,7 +20,7 @@ _OBSERVERS = {"absmax": AbsMaxObserver, "entropy": EntropyObserver, "mse": MSEOb
 
 @torch.no_grad()
 def observe(block, batches: int | None = None) -> dict[str, dict[str, torch.Tensor]]:
-    """Runs batches of a `Block` and observes the inputs of its linears with static activations.
+    """Runs batches of a `Block` and observes the inputs of its linears and fused experts with static activations.
 
     Args:
         block: a `Block` with its original linears. Its formats say which inputs to observe, its schemes (`W8A8Config`)
@@ -27,19 +30,21 @@ def observe(block, batches: int | None = None) -> dict[str, dict[str, torch.Tens
 
     Returns:
         name of a linear -> the canonical tensors still missing: "activation_scale" float32 [1] and, for asymmetric
-        inputs, "activation_zero_point" int8 [1].
+        inputs, "activation_zero_point" int8 [1]. Name of an expert weight -> the same of all experts, [E, 1]; an expert
+        that no row reached has those of the rows of all others.
 
     Raises:
-        ValueError: a static format for fused experts, whose inputs are not observed; a linear that no token reached;
-            NaN or infinity in an input. Names the layer.
+        ValueError: a linear that no token reached, or experts that none did; NaN or infinity in an input. Names the
+            layer.
     """
-    observers = {}
+    observers, experts = {}, []
     for name, format in block.formats.items():
         inner = inner_format(format)
         if not getattr(inner, "static", False):
             continue
         if name in block.experts:
-            raise ValueError(f"{name}: activations='static' is not supported for fused experts: it must be 'dynamic'")
+            experts.append(name)
+            continue
         observers[name] = _observer_of(block.schemes[name], not getattr(inner, "asymmetric", False))
 
     def see(name: str, x: torch.Tensor) -> None:
@@ -51,14 +56,41 @@ def observe(block, batches: int | None = None) -> dict[str, dict[str, torch.Tens
         with naming(name):
             observers[name].update(x)
 
-    with watching_inputs({name: block.linears[name] for name in observers}, see):
-        for batch in range((len(block.inputs) if batches is None else batches) if observers else 0):
-            block.run(batch)
     found = {}
+    with ExitStack() as stack:
+        stack.enter_context(watching_inputs({name: block.linears[name] for name in observers}, see))
+        routes = {name: stack.enter_context(watching_routes(block.experts[name])) for name in experts}
+        for batch in range((len(block.inputs) if batches is None else batches) if observers or experts else 0):
+            block.run(batch)
+    for name, rows in routes.items():
+        for inputs in rows.inputs(name, hessian=False):
+            found[inputs.name] = _of_experts(inputs, block.schemes[name], block.formats[name], block.tensors)
     for name, observer in observers.items():
         with naming(name):
             found[name] = activation_tensors(*observer.range(), inner_format(block.formats[name]))
     return found
+
+
+def _of_experts(inputs: RoutedInputs, scheme, format, tensors: dict) -> dict[str, torch.Tensor]:
+    """The canonical tensors of the inputs of one weight of all experts, stacked."""
+    inner, signs = inner_format(format), tensors[inputs.name].get("rotation_signs")
+    symmetric, reached = not getattr(inner, "asymmetric", False), inputs.rows.counts.nonzero().flatten().tolist()
+    if not reached:
+        raise ValueError(f"{inputs.name}: no activations were seen")
+    together, found = _observer_of(scheme, symmetric), {}
+    for expert in reached:
+        observer = _observer_of(scheme, symmetric)
+        for rows in inputs.of(expert):
+            if signs is not None:
+                rows = rotate(rows, signs[expert].to(rows.device, rows.dtype))
+            with naming(f"{inputs.name}[{expert}]"):
+                observer.update(rows)
+                if inputs.unreached:
+                    together.update(rows)
+        found[expert] = activation_tensors(*observer.range(), inner)
+    others = activation_tensors(*together.range(), inner) if inputs.unreached else None
+    each = [found.get(expert, others) for expert in range(len(inputs))]
+    return {name: torch.stack([tensors[name] for tensors in each]) for name in each[0]}
 
 
 def _observer_of(config, symmetric: bool):

@@ -1,7 +1,7 @@
 """Tunes weights of a block by gradient on what the block computes: the loop that all refinements share."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +9,7 @@ from torch import nn
 from transformers.utils import logging
 
 from hf_efficient.calibration.blocks import Block, weight_of
+from hf_efficient.experts import expert_weight_names
 from hf_efficient.observers.hooks import replaced_forwards
 
 
@@ -36,6 +37,50 @@ class TunedWeight:
         raise NotImplementedError
 
 
+class TunedExperts:
+    """The weights of fused experts `module`, each of each expert a `TunedWeight`.
+
+    make: (module with the weight [N, K] of one expert, its canonical tensors) -> `TunedWeight`. tensors: name of the
+    parameter -> canonical tensors of all experts, stacked.
+    """
+
+    def __init__(self, module: nn.Module, tensors: dict[str, dict[str, torch.Tensor]], make: Callable):
+        self.module, self.weights = module, {}
+        for name in expert_weight_names(module):
+            matrices = getattr(module, name).detach()
+            matrices = matrices.transpose(1, 2) if module.is_transposed else matrices
+            own = [{part: tensor[expert] for part, tensor in tensors[name].items()} for expert in range(len(matrices))]
+            self.weights[name] = [make(_Matrix(matrix), parts) for matrix, parts in zip(matrices, own)]
+
+    def all(self) -> list[TunedWeight]:
+        return [weight for each in self.weights.values() for weight in each]
+
+    def __call__(self, *args, **kwargs):
+        """The module's own forward, over the weights as they are tuned."""
+        kept = {name: self.module._parameters[name] for name in self.weights}
+        try:
+            for name, each in self.weights.items():
+                stacked = torch.stack([weight() for weight in each])
+                stacked = stacked.transpose(1, 2) if self.module.is_transposed else stacked
+                self.module._parameters[name] = stacked
+            return type(self.module).forward(self.module, *args, **kwargs)
+        finally:
+            self.module._parameters.update(kept)
+
+    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Name of the parameter -> canonical tensors, stacked."""
+        made = {name: [weight.tensors() for weight in each] for name, each in self.weights.items()}
+        return {name: {part: torch.stack([x[part] for x in each]) for part in each[0]} for name, each in made.items()}
+
+
+class _Matrix(nn.Module):
+    """A linear as far as a `TunedWeight` reads one."""
+
+    def __init__(self, weight: torch.Tensor):
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+
 def refine_linears(
     block: Block,
     targets: list[torch.Tensor],
@@ -43,28 +88,35 @@ def refine_linears(
     parameters: list[dict],
     epochs: float,
     seed: int,
+    experts: Mapping[str, TunedExperts] | None = None,
 ) -> bool:
-    """Tunes `tuned` (name of a linear -> its weight) and writes their tensors to `block.tensors`, unless the loss over
-    all batches is not lower than before. Returns whether it is. The other linears compute with the tensors they have,
-    fused experts with their original weights.
+    """Tunes `tuned` (name of a linear -> its weight) and `experts`, and writes their tensors to `block.tensors`, unless
+    the loss over all batches is not lower than before. Returns whether it is. The other linears compute with the
+    tensors they have, other fused experts with their original weights.
 
     targets: outputs of the original model after the block, [B, T, H] for each batch. parameters: groups of parameters
     for Adam. epochs: passes over the batches, one step a batch, in an order drawn from `seed`.
     """
-    names = list(block.linears)
+    names, experts = list(block.linears), experts or {}
+    weights = [*tuned.values(), *(weight for each in experts.values() for weight in each.all())]
+    modules = [*block.linears.values(), *(each.module for each in experts.values())]
 
     def forward(index: int):
+        if index >= len(names):
+            return list(experts.values())[index - len(names)]
         name, module = names[index], block.linears[names[index]]
         if name in tuned:
             return lambda x: F.linear(x, tuned[name](), module.bias)
         return quantized_forward(module, block.formats[name], block.tensors[name])
 
-    with replaced_forwards(block.linears.values(), forward):
-        before = mean_loss(block, targets, tuned.values())
+    with replaced_forwards(modules, forward):
+        before = mean_loss(block, targets, weights)
         _tune(block, targets, parameters, epochs, seed)
-        after = mean_loss(block, targets, tuned.values())
+        after = mean_loss(block, targets, weights)
     if after < before:
         block.tensors.update({name: weight.tensors() for name, weight in tuned.items()})
+        for name, each in experts.items():
+            block.tensors.update({f"{name}.{weight}": tensors for weight, tensors in each.tensors().items()})
     else:
         logger.warning(f"{block.name}: refinement found nothing better (relative error {before:.3g}), kept as it was")
     return after < before

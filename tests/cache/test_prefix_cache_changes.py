@@ -171,7 +171,7 @@ def test_autocast_is_told_apart(llama):
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
                 output, saved = skipped(prefix, lambda: generate(llama, inputs, prefix))
             assert saved == expected
-            assert prefix._pools[0]["keys"].dtype == dtype
+            assert prefix._pool.pools[0]["keys"].dtype == dtype
     assert torch.equal(output, generate(llama, inputs))
 
 

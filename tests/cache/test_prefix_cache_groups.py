@@ -112,8 +112,8 @@ def test_blocks_that_make_room_take_their_beginnings_along(llama, kv_format):
         cut = prefix.stats()["skipped_tokens"] - before
         close(output, after(llama, source, 0, ids[:, cut:200], cut)[:, -1:])
         step(llama, new_cache(llama, kv_format, prefix), ids)
-        blocks = {node.block for node in prefix._tree._root.children.values()}
-        assert prefix._beginnings.keys() == blocks
+        first = set(prefix._pool.tree._root.children.values())
+        assert {node for node in prefix._pool.tree.nodes() if node.beginning is not None} == first
     assert prefix.stats()["hits"] > 0 and prefix.stats()["evicted_blocks"] > 2 * 14
     prefix.clear()
     assert prefix.stats()["bytes"] == 0

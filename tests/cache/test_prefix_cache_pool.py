@@ -24,7 +24,7 @@ def test_a_small_pool(llama, num_blocks):
         assert torch.equal(generate(llama, inputs, prefix), generate(llama, inputs))
         assert prefix.stats()["used_blocks"] == num_blocks == prefix.stats()["num_blocks"]
     assert prefix.stats()["evicted_blocks"] > 0
-    pools = [tensor for pools in prefix._pools for tensor in pools.values()]
+    pools = [tensor for pools in prefix._pool.pools for tensor in pools.values()]
     assert prefix.stats()["bytes"] == sum(pool.nbytes for pool in pools)
     assert all(len(pool) == num_blocks for pool in pools)
 
@@ -153,7 +153,7 @@ def test_hooks_and_memory_go_with_it():
     try:
         prefix = new_prefix(model)
         generate(model, prompts(), prefix, new_tokens=2)
-        pool = weakref.ref(prefix._pools[0]["keys"])
+        pool = weakref.ref(prefix._pool.pools[0]["keys"])
         prefix.clear()
         assert pool() is None and prefix.stats()["bytes"] == 0
         prefix = weakref.ref(prefix)

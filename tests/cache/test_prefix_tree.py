@@ -71,12 +71,13 @@ def test_against_a_dictionary(num_blocks, block_size, operations):
     tree, model = PrefixTree(num_blocks, block_size), DictionaryModel(num_blocks, block_size)
     for operation, key, sequence in operations:
         if operation == "match":
-            assert tree.match(key, sequence) == model.match(key, sequence)
+            assert [node.block for node in tree.match(key, sequence)] == model.match(key, sequence)
         else:
-            model.insert(key, sequence, dict(tree.insert(key, sequence)))
+            filled = {number: node.block for number, node in tree.insert(key, sequence)}
+            model.insert(key, sequence, filled)
         assert tree.num_used == len(model.stored) <= num_blocks
     for key, sequence in list(model.stored):
-        assert tree.match(key, sequence) == model.match(key, list(sequence))
+        assert [node.block for node in tree.match(key, sequence)] == model.match(key, list(sequence))
     tree.clear()
     assert tree.num_used == 0 and tree.match("a", [0] * 14) == []
 
@@ -113,3 +114,46 @@ def test_a_sequence_longer_than_the_pool_keeps_its_beginning():
     assert [place for place, _ in tree.insert("k", [1, 2, 3, 4, 5])] == [0, 1, 2]
     assert len(tree.match("k", [1, 2, 3, 4, 5])) == 3 and tree.num_evicted == 2
     assert tree.insert("k", [1, 2, 3, 4, 5]) == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(sizes=st.lists(st.integers(1, 4), min_size=2, max_size=3), operations=operations)
+def test_tiers_keep_what_a_longer_pool_would(sizes, operations):
+    """Contents follow the moves: every block found holds what was put there. Nothing lies above what it continues."""
+    tree = PrefixTree(sizes[0], 2)
+    tree.sizes = sizes
+    tree.clear()
+    contents = {}
+    for operation, key, sequence in operations:
+        if operation == "insert":
+            filled = tree.insert(key, sequence)
+            moves = tree.moves()
+            kept = {node: contents[tier, block] for node, tier, block in moves}
+            for node, content in kept.items():
+                assert node.tier > 0
+                contents[node.tier, node.block] = content
+            for number, node in filled:
+                contents[0, node.block] = key, tuple(sequence[: 2 * number + 2])
+        path = tree.match(key, sequence)
+        assert [node.tier for node in path] == sorted(node.tier for node in path)
+        for number, node in enumerate(path):
+            assert contents[node.tier, node.block] == (key, tuple(sequence[: 2 * number + 2]))
+        if operation == "insert":
+            known = sequence[: sequence.index(UNKNOWN)] if UNKNOWN in sequence else sequence
+            assert [node.tier for node in path[: sizes[0]]] == [0] * min(sizes[0], len(known) // 2)
+        places = [(node.tier, node.block) for node in tree.nodes()]
+        assert len(set(places)) == len(places) and all(block < sizes[tier] for tier, block in places)
+
+
+def test_what_is_not_used_sinks_and_comes_back():
+    tree = PrefixTree(2, 1)
+    tree.sizes = [2, 1, 1]
+    tree.clear()
+    tiers = lambda *tokens: [node.tier for node in tree.match("k", tokens)]  # noqa: E731
+    for sequence in ([1, 2], [3, 4]):
+        tree.insert("k", sequence)
+    assert tiers(1, 2) == [1, 2] and tiers(3, 4) == [0, 0]
+    assert [number for number, _ in tree.insert("k", [1, 2])] == [0, 1]
+    assert tiers(1, 2) == [0, 0] and tiers(3, 4) == [1, 2]
+    tree.insert("k", [5])
+    assert tiers(1, 2) == [0, 1] and tiers(3, 4) == [2]  # the end of both made room

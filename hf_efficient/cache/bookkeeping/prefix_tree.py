@@ -1,77 +1,118 @@
 """Which blocks of a prefix cache hold which beginnings of token sequences: pure Python, no tensors.
 
-Paper: Zheng et al., SGLang: Efficient Execution of Structured Language Model Programs (2312.07104), RadixAttention.
+Papers: Zheng et al., SGLang: Efficient Execution of Structured Language Model Programs (2312.07104), RadixAttention; Yu
+et al., Stateful Large Language Model Serving with Pensieve (2312.05516), for the tiers.
 """
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
 
 
 UNKNOWN = -1  # in place of a token id: the tree neither stores nor finds it, nor what follows it
 
 
-class _Node:
-    """One block. edge: its tokens; the path from the root holds those of the blocks before it."""
+class Node:
+    """A stored block. edge: its tokens; the path from the root holds those of the blocks before it. tier, block: where
+    it lies. beginning: what the owner keeps beside the block."""
 
-    __slots__ = ("block", "children", "edge", "parent")
+    __slots__ = ("beginning", "block", "children", "edge", "parent", "tier")
 
-    def __init__(self, parent: "_Node | None", edge: Hashable, block: int):
-        self.parent, self.edge, self.block = parent, edge, block
-        self.children: dict[Hashable, _Node] = {}
+    def __init__(self, parent: "Node | None", edge: Hashable):
+        self.parent, self.edge = parent, edge
+        self.tier = self.block = -1  # nowhere
+        self.beginning = None
+        self.children: dict[Hashable, Node] = {}
+
+
+class Move(NamedTuple):
+    """Contents that go from a block of one tier to a block of a lower one."""
+
+    node: Node
+    from_tier: int
+    from_block: int
+
+
+class _Tier:
+    """Blocks 0 … size - 1. order: the nodes from the least to the most recently used. A use marks a sequence's last
+    block first, so that a block stands behind all that continue it."""
+
+    def __init__(self, size: int):
+        self.order: OrderedDict[Node, None] = OrderedDict()
+        self.free = list(range(size - 1, -1, -1))
 
 
 class PrefixTree:
     """A radix tree whose edges are whole blocks of tokens, so that sequences share the blocks of their common
     beginning.
 
-    Sequences under different keys share nothing. When no block is free, the least recently used leaf makes room. Blocks
-    have the ids 0 … num_blocks - 1.
+    Sequences under different keys share nothing. When no block is free, the least recently used one that no other
+    continues makes room: it moves to the next tier, and from the last one it is forgotten. A block never lies in a
+    higher tier than one that it continues.
+
+    sizes: blocks of each tier; the first one is the pool.
     """
 
     def __init__(self, num_blocks: int, block_size: int):
-        self.num_blocks, self.block_size = num_blocks, block_size
-        self.num_evicted = 0
+        self.sizes, self.block_size = [num_blocks], block_size
+        self.num_evicted = 0  # from the pool
         self.clear()
 
     def clear(self) -> None:
         """Forgets all sequences."""
-        self._root = _Node(None, None, -1)
-        self._free = list(range(self.num_blocks - 1, -1, -1))
-        # From the least to the most recently used. A use marks a sequence's last block first, so that a block stands
-        # behind all that continue it and the first one in this order is a leaf.
-        self._order: OrderedDict[_Node, None] = OrderedDict()
+        self._root = Node(None, None)
+        self._tiers = [_Tier(size) for size in self.sizes]
+        self._origins: dict[Node, tuple[int, int]] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        return self.sizes[0]
 
     @property
     def num_used(self) -> int:
-        return len(self._order)
+        return self.used(0)
 
-    def match(self, key: Hashable, tokens: Sequence[int]) -> list[int]:
-        """The blocks of the longest stored beginning of `tokens`, in order; marks them as used."""
-        return [node.block for node in self._walk(self._edges(key, tokens))]
+    def used(self, tier: int) -> int:
+        """Blocks in use in a tier."""
+        return len(self._tiers[tier].order)
 
-    def insert(self, key: Hashable, tokens: Sequence[int]) -> list[tuple[int, int]]:
-        """Stores the whole blocks of `tokens`.
+    def nodes(self) -> Iterator[Node]:
+        """All that is stored."""
+        return (node for tier in self._tiers for node in tier.order)
 
-        Returns (number in the sequence, block) of those that were not there, which the caller has to fill. Where this
-        sequence alone takes all blocks, its end is not stored.
+    def match(self, key: Hashable, tokens: Sequence[int]) -> list[Node]:
+        """The longest stored beginning of `tokens`, in order; marks its blocks as used."""
+        return self._walk(self._edges(key, tokens))
+
+    def insert(self, key: Hashable, tokens: Sequence[int]) -> list[tuple[int, Node]]:
+        """Stores the whole blocks of `tokens` in the pool.
+
+        Returns (number in the sequence, node) of those that were not there, which the caller has to fill after doing
+        what `moves` says. Where this sequence alone takes all blocks, its end is not stored.
         """
         edges = list(self._edges(key, tokens))
-        path = self._walk(edges)
-        known, node = len(path), path[-1] if path else self._root
-        for edge in edges[known:]:
-            if self._free:
-                block = self._free.pop()
-            else:
-                oldest = next(iter(self._order))
-                if oldest is node or oldest.children:  # all blocks are on this path
-                    break
-                block = self._evict(oldest)
-            child = node.children[edge] = _Node(node, edge, block)
-            self._order[child] = None
+        path = self._walk(edges)[: self.num_blocks]
+        lower = [node for node in path if node.tier > 0]
+        for node in lower:  # all before the first takes a block, so that none of them makes room for another
+            self._leave(node)
+        known, node = len(path) - len(lower), path[-1] if path else self._root
+        for child in lower:
+            self._settle(child, 0)
+        for edge in edges[len(path) : self.num_blocks]:
+            child = Node(node, edge)
+            self._settle(child, 0)
+            node.children[edge] = node = child
             path.append(child)
-            node = child
         self._mark_used(path)
-        return [(number, path[number].block) for number in range(known, len(path))]
+        for child in path[known:]:
+            self._origins.pop(child, None)
+        return list(enumerate(path))[known:]
+
+    def moves(self) -> list[Move]:
+        """What changed its tier since the last call and has to be copied: all is read before anything is written."""
+        moved = [Move(node, *origin) for node, origin in self._origins.items() if node.tier >= 0]
+        self._origins = {}
+        return moved
 
     def _edges(self, key: Hashable, tokens: Sequence[int]) -> Iterator[Hashable]:
         for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
@@ -80,7 +121,7 @@ class PrefixTree:
                 return
             yield edge if start else (key, edge)
 
-    def _walk(self, edges) -> list[_Node]:
+    def _walk(self, edges) -> list[Node]:
         node, path = self._root, []
         for edge in edges:
             node = node.children.get(edge)
@@ -90,11 +131,27 @@ class PrefixTree:
         self._mark_used(path)
         return path
 
-    def _mark_used(self, path: list[_Node]) -> None:
+    def _mark_used(self, path: list[Node]) -> None:
         for node in reversed(path):
-            self._order.move_to_end(node)
+            self._tiers[node.tier].order.move_to_end(node)
 
-    def _evict(self, leaf: _Node) -> int:
-        del self._order[leaf], leaf.parent.children[leaf.edge]
-        self.num_evicted += 1
-        return leaf.block
+    def _settle(self, node: Node, tier: int) -> None:
+        """Gives `node` a block of `tier`; what lies there longest unused makes room."""
+        place = self._tiers[tier]
+        if not place.free:
+            oldest = next(iter(place.order))
+            self._leave(oldest)
+            self.num_evicted += tier == 0
+            if tier + 1 < len(self._tiers):
+                self._settle(oldest, tier + 1)
+            else:
+                del oldest.parent.children[oldest.edge]
+        node.tier, node.block = tier, place.free.pop()
+        place.order[node] = None
+
+    def _leave(self, node: Node) -> None:
+        place = self._tiers[node.tier]
+        self._origins.setdefault(node, (node.tier, node.block))
+        del place.order[node]
+        place.free.append(node.block)
+        node.tier = -1

@@ -68,6 +68,7 @@ class RowTokens:
     clears: how often the prefix cache had been cleared then.
     is_plain: whether the current forward has that key, and keys and values that follow from its tokens.
     restored: what the current forward found stored; None when it found nothing.
+    is_recomputing: whether the current forward computes again what is stored.
     """
 
     def __init__(self):
@@ -78,6 +79,7 @@ class RowTokens:
         self.clears = 0
         self.is_plain = False
         self.restored: Restored | None = None
+        self.is_recomputing = False
         self.lengths: list[int] = []
         self._tokens: list[list[int]] = []
         self._unread: list[_Unread] = []
