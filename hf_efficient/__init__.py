@@ -68,6 +68,7 @@ _PUBLIC = {
     "export": "hf_efficient.checkpoints.export",
     "estimate": "hf_efficient.planning.estimate",
     "ExpertOffload": "hf_efficient.expert_offload.offload",
+    "LayerPrefetch": "hf_efficient.integrations.accelerate_prefetch",
     "recover": "hf_efficient.compression.recovery",
     "trainable": "hf_efficient.compression.recovery.unpacking",
     "distill": "hf_efficient.compression.distillation",

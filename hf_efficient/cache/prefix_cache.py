@@ -193,7 +193,13 @@ class PrefixCache:
             model(**first)
         finally:
             tokens.is_recomputing = False
-        self._counts["recomputed_tokens"] += columns * len(inputs["input_ids"])
+        batch = len(inputs["input_ids"])
+        for name, number in (
+            ("hits", batch),
+            ("prompt_tokens", batch * columns),
+            ("recomputed_tokens", batch * columns),
+        ):
+            self._counts[name] += number
         left = self._before(model, cache, rest)
         restored = 0 if tokens.restored is None else tokens.restored.columns
         tokens.restored = Restored(columns + restored, True, state.num_forwards)

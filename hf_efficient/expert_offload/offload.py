@@ -10,6 +10,7 @@ from torch import nn
 from hf_efficient.byte_sizes import parse_bytes
 from hf_efficient.expert_offload import modules
 from hf_efficient.expert_offload.copies import Copier
+from hf_efficient.expert_offload.dispatched import hook_of, without_hooks
 from hf_efficient.expert_offload.homes import Home, home_of, weight_names
 from hf_efficient.expert_offload.residents import POLICIES, Counts, Residents
 from hf_efficient.experts import EfficientExperts, is_fused_experts, is_sorted_experts
@@ -61,23 +62,34 @@ class ExpertOffload:
 
         Raises:
             ValueError: this object serves a model already; there are no experts that it can serve; their weights are on
-                the meta device or offloaded by accelerate; `device_memory` has no room for an expert a layer; a router
+                the meta device or offloaded by accelerate; `device` for a model that a `device_map` spreads;
+                `device_memory` has no room for an expert a layer; a router
                 that "predicted" cannot ask.
         """
         if self._attached:
             raise ValueError("attach(): this ExpertOffload serves a model already: make another, or detach() first")
         found = {name: module for name, module in model.named_modules() if _is_served(module)}
-        _check(model, found)
+        _check(model, found, self.device)
+        is_placed = any(hook_of(module) is not None for module in found.values())
         device = self.device or next(model.parameters()).device
+        devices = {n: next(m.parameters()).device if is_placed else device for n, m in found.items()}
         for module in found.values():
             if isinstance(module, EfficientExperts):
                 module.restore_canonical()
         self._check_room(found)
         routers = _routers(model, found) if self.policy == "predicted" else {}
-        copier, self._counts = Copier(device), Counts()
-        homes = [home_of(module, device, self.disk) for module in found.values()]
+        with without_hooks(found.values()):
+            self._offload(found, devices, routers)
+        if not is_placed:
+            model.to(device)
+
+    def _offload(self, found: dict[str, nn.Module], devices: dict[str, torch.device], routers: dict) -> None:
+        """Moves the experts `found` to their homes. devices: where each module runs."""
+        copiers, self._counts = {device: Copier(device) for device in devices.values()}, Counts()
+        homes = [home_of(module, devices[name], self.disk) for name, module in found.items()]
         most = max(1, self.device_memory // sum(home.nbytes for home in homes))
-        for module, home in zip(found.values(), homes):
+        for (name, module), home in zip(found.items(), homes):
+            copier = copiers[devices[name]]
             residents = Residents(home.experts, most, self.policy, copier, self._counts, home.make, home.frees)
             modules.offload(module, residents, home.names)
             self._attached.append((module, home, residents))
@@ -85,13 +97,13 @@ class ExpertOffload:
         for name, following in zip(layers, layers[1:]):
             if following in routers:
                 modules.predict(found[name], routers[following], found[following])
-        model.to(device)
 
     def detach(self) -> None:
         """Brings all experts to the device; nothing is offloaded afterwards."""
-        for module, home, residents in self._attached:
-            modules.bring_back(module)
-            home.leave(module, residents.copier.device)
+        with without_hooks(module for module, *_ in self._attached):
+            for module, home, residents in self._attached:
+                modules.bring_back(module)
+                home.leave(module, residents.copier.device)
         self._attached = []
 
     def stats(self) -> dict[str, int | float]:
@@ -123,7 +135,7 @@ def _is_served(module: nn.Module) -> bool:
     return isinstance(module, EfficientExperts) or is_fused_experts(module) or is_sorted_experts(module)
 
 
-def _check(model: nn.Module, found: dict[str, nn.Module]) -> None:
+def _check(model: nn.Module, found: dict[str, nn.Module], device: torch.device | None) -> None:
     """Raises ValueError where the experts of `model` cannot be offloaded."""
     kind = type(model).__name__
     if not found:
@@ -133,8 +145,13 @@ def _check(model: nn.Module, found: dict[str, nn.Module]) -> None:
             raise ValueError(f"{name}: every token of {kind} passes all experts, so that offloading them is no use")
         if isinstance(module, modules.OffloadedExperts):
             raise ValueError(f"{name} is offloaded by another ExpertOffload: detach() it first")
-        if hasattr(module, "_hf_hook") or any(parameter.is_meta for parameter in module.parameters()):
-            raise ValueError(f"{name} is placed by accelerate: load {kind} without device_map")
+        if any(parameter.is_meta for parameter in module.parameters()):
+            raise ValueError(
+                f"{name} is offloaded by accelerate: load {kind} with a device_map of devices alone, and give "
+                "ExpertOffload(disk=...) for files"
+            )
+        if hook_of(module) is not None and device is not None:
+            raise ValueError(f"device={str(device)!r}: the device_map of {kind} says where {name} runs: leave it out")
         if getattr(module, "_is_expert_parallel", False):
             raise ValueError(f"{name} holds the experts of one process of several, which is not supported")
 

@@ -51,7 +51,8 @@ def test_every_format_of_pages(kv_format, tmp_path):
     size = {"int4": 64, "int2": 32}.get(kv_format, 16)
     texts = [left_padded_batch((6 * size + 150,), seed=seed)["input_ids"] for seed in range(3)]
     options = dict(block_size=size, kv_format=kv_format)
-    prefix, large = tiered(model, tmp_path, 8, 4, 30, 1 << 15, **options), PrefixCache(model, 64, **options)
+    pool = len(texts[0][0]) // size + 1
+    prefix, large = tiered(model, tmp_path, pool, 4, 30, 1 << 15, **options), PrefixCache(model, 64, **options)
     for text in [*texts, *texts]:
         caches = [PagedCache(model.config, prefix_cache=each, **options) for each in (prefix, large)]
         actual, expected = (forward(model, cache, text, logits_to_keep=1) for cache in caches)
@@ -72,12 +73,11 @@ def test_batches_take_one_anothers_room(llama, tmp_path):
 def test_leading_tokens_are_computed_where_reading_is_slower(llama, tmp_path):
     """Speeds are given, not measured. Two leading blocks cost less than reading them, the others more."""
     llama.set_attn_implementation("flash_paged")
-    prefix, text = tiered(llama, tmp_path, pool=2, host=8), left_padded_batch((41,), seed=1)
-    other, expected = left_padded_batch((41,), seed=2), None
+    prefix, text = tiered(llama, tmp_path, pool=5, host=8), left_padded_batch((41,), seed=1)
     expected = generate(llama, text)
-    for each in (text, other):
+    for each in (text, left_padded_batch((41,), seed=2)):
         generate(llama, each, prefix, new_tokens=1)
-    rates = prefix._rates = prefix._pool.lower.rates
+    rates = prefix._rates
     rates.computed = rates.was_read = lambda *_: None
     rates.clock = lambda: 0.0
     rates._flops, rates.seconds_per_flop = (1.0, 1.0), 1.0
@@ -92,7 +92,7 @@ def test_leading_tokens_are_computed_where_reading_is_slower(llama, tmp_path):
 
 def test_a_forward_that_fails_after_computing_again(llama, tmp_path):
     llama.set_attn_implementation("flash_paged")
-    prefix, text = tiered(llama, tmp_path, pool=2, host=8), left_padded_batch((41,), seed=1)
+    prefix, text = tiered(llama, tmp_path, pool=5, host=8), left_padded_batch((41,), seed=1)
     for each in (text, left_padded_batch((41,), seed=2)):
         generate(llama, each, prefix, new_tokens=1)
     rates = prefix._rates

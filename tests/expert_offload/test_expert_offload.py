@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import left_padded_batch, tiny_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from hf_efficient import ExpertOffload, PagedCache, PromptLookup, W8A8Config, WeightOnlyConfig, speculative_generate
 from hf_efficient.expert_offload.copies import Copier
@@ -193,3 +193,55 @@ def test_on_a_gpu(policy):
     offload.detach()
     assert experts.gate_up_proj.is_cuda
     assert torch.equal(generated(model, on_device).sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_model_that_accelerate_placed(compressed, folders):
+    """With hooks on every module, as of a `device_map` over several devices: they stay, and so do the bits."""
+    from accelerate import dispatch_model
+
+    load = AutoModelForCausalLM.from_pretrained
+    made = [load(folders["int4"]) if compressed else tiny_model("qwen3_moe", torch.bfloat16) for _ in range(2)]
+    model, expected = (each.eval() for each in made)
+    places = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    model = dispatch_model(model, {**places, "lm_head": "cpu"}, force_hooks=True)
+    hooked = {name for name, module in model.named_modules() if hasattr(module, "_hf_hook")}
+    offload = ExpertOffload(2 * expert_bytes(model), "predicted")
+    with pytest.raises(ValueError, match="device='cpu': the device_map of Qwen3MoeForCausalLM says where"):
+        ExpertOffload("1MB", device="cpu").attach(model)
+    offload.attach(model)
+    assert_same(generated(model, BATCH), generated(expected, BATCH))
+    assert offload.stats()["misses"] > 0
+    offload.detach()
+    assert {name for name, module in model.named_modules() if hasattr(module, "_hf_hook")} == hooked
+    misses = offload.stats()["misses"]
+    assert_same(generated(model, BATCH), generated(expected, BATCH))
+    assert offload.stats()["misses"] == misses
+
+
+def test_experts_that_accelerate_offloaded(tmp_path):
+    from accelerate import cpu_offload
+
+    with pytest.raises(ValueError, match=r"is offloaded by accelerate: .* give ExpertOffload\(disk="):
+        ExpertOffload("1MB").attach(cpu_offload(tiny_model("mixtral")))
+
+
+@pytest.mark.parametrize("name", [None, "int4"])
+def test_continuous_batching(name, folders):
+    """Requests of several lengths: the same tokens."""
+    load = AutoModelForCausalLM.from_pretrained
+    model = tiny_model("qwen3_moe", torch.bfloat16) if name is None else load(folders[name])
+    prompts = [[5, 17, 40, 99, 12], [33] * 3, list(range(60, 76))]
+    settings = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=2, pad_token_id=0)
+
+    def answers():
+        pages = ContinuousBatchingConfig(block_size=16, num_blocks=16, max_batch_tokens=24)
+        outputs = model.generate_batch(
+            inputs=prompts, generation_config=settings, continuous_batching_config=pages, progress_bar=False
+        )
+        assert not any(output.error for output in outputs.values())
+        return [outputs[key].generated_tokens for key in sorted(outputs, key=lambda key: int(key.split("_")[-1]))]
+
+    expected, offload = answers(), ExpertOffload(2 * expert_bytes(model), "lru")
+    offload.attach(model)
+    assert answers() == expected and offload.stats()["misses"] > 0
