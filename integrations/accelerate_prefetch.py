@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from accelerate.hooks import AlignDevicesHook
 from accelerate.utils import named_module_tensors
+from safetensors import safe_open
 from torch import nn
 
 from hf_efficient.integrations.transformers_compat import block_classes
@@ -100,9 +101,23 @@ class _Layer:
         self.is_read = None
 
     def read(self) -> dict[tuple, torch.Tensor]:
-        """The weights, in memory of their own: those of a mapped file would be read when they are used."""
+        """The weights, in memory of their own: those of a mapped file would be read when they are used. A safetensors
+        file is opened once: accelerate opens it for each weight."""
+        found, in_files = {}, {}
         with torch.inference_mode(False):
-            return {(hook, name): self._maps[hook][name].clone() for hook, name in self.wanted}
+            for hook, name in self.wanted:
+                entry = _entry(self._maps[hook], name)
+                if "safetensors_file" in entry:
+                    in_files.setdefault(entry["safetensors_file"], []).append((hook, name, entry))
+                else:
+                    found[hook, name] = self._maps[hook][name].clone()
+            for path, wanted in in_files.items():
+                with safe_open(path, "pt") as file:
+                    for hook, name, entry in wanted:
+                        tensor = file.get_tensor(entry.get("weight_name", _full_name(self._maps[hook], name)))
+                        dtype = getattr(torch, entry["dtype"]) if "dtype" in entry else tensor.dtype
+                        found[hook, name] = tensor.to(dtype, copy=True)
+        return found
 
     def take(self, hook, name: str) -> torch.Tensor:
         """A weight that was read ahead, else from the disk."""
@@ -132,6 +147,16 @@ class _Ahead(Mapping):
         return len(self._own)
 
 
+def _full_name(weights_map: Mapping, name: str) -> str:
+    return f"{getattr(weights_map, 'prefix', '')}{name}"
+
+
+def _entry(weights_map: Mapping, name: str) -> dict:
+    """What accelerate's index says of a weight; nothing where there is no index."""
+    index = getattr(getattr(weights_map, "dataset", weights_map), "index", {})
+    return index.get(_full_name(weights_map, name), {})
+
+
 def _hooks_of(module: nn.Module) -> list[AlignDevicesHook]:
     hook = getattr(module, "_hf_hook", None)
     found = [each for each in getattr(hook, "hooks", (hook,)) if isinstance(each, AlignDevicesHook)]
@@ -143,6 +168,5 @@ def _names(module: nn.Module, hook: AlignDevicesHook) -> list[str]:
     tensors = named_module_tensors(
         module, include_buffers=hook.offload_buffers, recurse=hook.place_submodules, remove_non_persistent=True
     )
-    in_memory = getattr(getattr(hook.weights_map, "dataset", None), "state_dict", {})
-    prefix = getattr(hook.weights_map, "prefix", "")
-    return [name for name, _ in tensors if f"{prefix}{name}" not in in_memory]
+    in_memory = getattr(getattr(hook.weights_map, "dataset", hook.weights_map), "state_dict", {})
+    return [name for name, _ in tensors if _full_name(hook.weights_map, name) not in in_memory]
