@@ -214,6 +214,27 @@ def prompts() -> str:
     )
 
 
+def streamed() -> str:
+    """Layers on the disk, alone and read ahead."""
+    return markdown(
+        "SmolLM2-135M, ms a forward of 64 tokens | in memory | on the disk | read ahead",
+        "lrrr",
+        [
+            [row["weights"], *(f"{row['milliseconds'][way]:.0f}" for way in ("memory", "accelerate", "prefetch"))]
+            for row in load("layer_prefetch")["records"]
+        ],
+    )
+
+
+def two_processes() -> str:
+    """The first token of a process that decodes what another one read."""
+    rows = [
+        [str(row["tokens"]), *(f"{row['milliseconds'][part]:.0f}" for part in ("single", "transfer", "two"))]
+        for row in load("prefill_decode")["records"]
+    ]
+    return markdown("SmolLM2-135M, tokens | one process, ms | sending its pages | two processes", "rrrr", rows)
+
+
 def learning() -> str:
     """What training under codes and masks gives back."""
     rows = []
@@ -248,6 +269,8 @@ FIGURES = {
     "tier_rows": tier_rows,
     "cache": cache,
     "prompts": prompts,
+    "streamed": streamed,
+    "two_processes": two_processes,
     "learning": learning,
     "demo": demo,
     "serving": serving,
