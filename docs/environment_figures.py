@@ -15,6 +15,8 @@ COMMON = set(
 def environments() -> str:
     """What the contract suite did in each environment of `tests/environments`."""
     rows, later, absent = [], {}, []
+    defined = {path.stem for path in (RESULTS.parents[1] / "tests" / "environments").glob("*.txt")}
+    not_run = sorted(defined - {path.stem for path in (RESULTS / "environments").glob("*.json")})
     for path in sorted((RESULTS / "environments").glob("*.json")):
         found = json.loads(path.read_text())
         if "conflict" in found:
@@ -31,6 +33,8 @@ def environments() -> str:
         ]
         beside = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if name not in COMMON)
         rows.append([path.stem, *versions, found["python"], beside, *map(str, counts)])
+    if not_run:
+        absent.append(f"- {', '.join(not_run)}: defined, not run yet.")
     header = "environment | transformers | torch | Python | beside | passed | refused by name | failed | skipped"
     features = [f"- {feature}: {', '.join(names)}." for feature, names in sorted(later.items())]
     parts = [

@@ -47,12 +47,12 @@ def definition(name: str) -> tuple[list[str], dict[str, str]]:
     return [line for line in lines if line and line[0] != "#"], comments
 
 
-def uv(*command: str) -> None:
-    """Runs uv, which reads pip's variables here."""
+def uv(*command: str, **variables: str) -> None:
+    """Runs uv, which reads pip's variables here, with more `variables` of the environment."""
     shared = {"UV_FIND_LINKS": "PIP_FIND_LINKS", "SSL_CERT_FILE": "PIP_CERT", "UV_INDEX_URL": "PIP_INDEX_URL"}
     given = {ours: ",".join(os.environ[pips].split()) for ours, pips in shared.items() if pips in os.environ}
     command = [sys.executable, "-m", "uv", *command]
-    subprocess.run(command, check=True, env={**given, **os.environ}, stderr=subprocess.PIPE, text=True)
+    subprocess.run(command, check=True, env={**given, **os.environ, **variables}, stderr=subprocess.PIPE, text=True)
 
 
 def build_wheel(folder: Path, tiers: str) -> Path:
@@ -71,7 +71,8 @@ def build(name: str, folder: Path) -> tuple[Path, int]:
     python = folder / "bin" / "python"
     with tempfile.TemporaryDirectory() as scratch:
         wheel = build_wheel(Path(scratch), comments.get("prebuild", ""))
-        uv("venv", "--quiet", "--clear", "--python", comments.get("python", "3.11"), str(folder))
+        version = comments.get("python", "3.11")  # pyenv's `python3.12` runs only where that version is asked for
+        uv("venv", "--quiet", "--clear", "--python", version, str(folder), PYENV_VERSION=version)
         uv("pip", "install", "--quiet", "--python", str(python), str(wheel), *requirements, *TOOLS)
         uv("pip", "install", "--quiet", "--python", str(python), "--no-deps", SAMPLE)  # it would compile llama.cpp
         if "remove" in comments:
