@@ -60,12 +60,27 @@ class EfficientExperts(CompressedModule):
         tokens, chosen = top_k_index.shape
         index = top_k_index.flatten().long()
         order = index.argsort(stable=True)
+        if getattr(self, "_is_expert_parallel", False):
+            return self._of_own_experts(adapters, hidden_states, index, order, top_k_weights)
         counts = torch.zeros(self.num_experts, dtype=torch.long, device=index.device)
         counts.scatter_add_(0, index, torch.ones_like(index))
         outputs = self._run(hidden_states[order // chosen], counts, adapters)
         weighted = outputs * top_k_weights.flatten()[order, None].to(outputs.dtype)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return weighted[back].view(tokens, chosen, -1).sum(1).to(hidden_states.dtype)
+
+    def _of_own_experts(self, adapters, hidden_states, index, order, top_k_weights):
+        """The part of the output that the experts of this process make. Larger numbers in `index` than it has experts
+        stand for those of the others."""
+        counts = torch.bincount(index, minlength=self.num_experts + 1)[: self.num_experts]
+        order = order[: int(counts.sum())]
+        result = torch.zeros_like(hidden_states)
+        if len(order):
+            places = order // top_k_weights.shape[1]
+            outputs = self._run(hidden_states[places], counts, adapters)
+            outputs = outputs * top_k_weights.flatten()[order, None].to(outputs.dtype)
+            result = result.index_add(0, places, outputs.to(result.dtype))
+        return result
 
     def _run(self, rows: torch.Tensor, counts: torch.Tensor, adapters: dict) -> torch.Tensor:
         """rows [R, H] sorted by expert, counts int64 [E] -> [R, H]."""

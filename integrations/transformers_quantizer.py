@@ -73,6 +73,8 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
     def update_parallel_plan(self, model, plan):
         if plan is model.tp_plan:
             tensor_parallel.update_plan(model, plan, self.swapped.calibrated)
+        if plan is model.ep_plan:
+            tensor_parallel.update_expert_plan(model, plan)
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         if self.pre_quantized:

@@ -5,6 +5,9 @@ by input ("rowwise") some groups of every row, so that each process computes wit
 transformers reads only a process's part of a compressed checkpoint; a model that is compressed while it loads is
 compressed whole in every process, a weight at a time. After loading the parts are ordinary tensors and the layer
 computes as any other.
+
+Expert parallelism: with `ep_size` as large as `tp_size` each process holds some whole experts, by transformers'
+`ep_plan`, which sends tokens there or sums what the processes computed.
 """
 
 import dataclasses
@@ -55,10 +58,20 @@ class Cut(TensorParallelLayer):
             module._parameters[param] = nn.Parameter(cut, requires_grad=False)
 
 
+class OwnExperts(TensorParallelLayer):
+    """What transformers' style of expert weights does to their module, for the placeholder of compressed ones: their
+    canonical tensors have that style themselves."""
+
+    def shard_param(self, module, param, mesh):
+        module.num_experts = module.compressed_weights()[0].experts // mesh.size()
+        module._is_expert_parallel = True
+
+
 def register() -> None:
     """Registers a `Cut` for every style that cuts weights. Idempotent."""
     if ALL_PARALLEL_STYLES is None:
         return  # `check` refuses what would need them
+    ALL_PARALLEL_STYLES.register("efficient_experts", OwnExperts())
     for base in (*ROWS, *COLUMNS):
         ALL_PARALLEL_STYLES.register(f"efficient_{base}", Cut(base))
 
@@ -67,7 +80,14 @@ def check(model, config, pre_quantized: bool, own: bool) -> None:
     """Raises ValueError for a `distributed_config` that compressed weights do not support, before anything is
     changed. `own`: the checkpoint is no other library's."""
     distributed = getattr(model.config, "distributed_config", None)
-    for axis in ("ep_size", "pp_size", "fsdp_size", "dp_replicate_size"):
+    ep_size = _ep_size(model)
+    if ep_size not in (1, _size(model)):
+        raise ValueError(
+            f"distributed_config: ep_size={ep_size}: compressed experts are spread over the processes that share a "
+            f"batch: it must be 1 or tp_size, which is {_size(model)}; for several devices in one process there is "
+            "device_map='auto'"
+        )
+    for axis in ("pp_size", "fsdp_size", "dp_replicate_size"):
         if (getattr(distributed, axis, None) or 1) > 1:
             raise ValueError(
                 f"distributed_config: {axis}={getattr(distributed, axis)} shards weights over processes in a way that "
@@ -110,6 +130,8 @@ def update_plan(model, plan: dict[str, str], calibrated) -> None:
         if size == 1 or not isinstance(module, CompressedModule):
             continue
         module._hf_quantized_needs_local_tp = True
+        if isinstance(module, EfficientExperts) and _ep_size(model) > 1:
+            continue  # `update_expert_plan` says
         for weight in module.compressed_weights():
             own = weight.prefix[:-1] or "weight"
             style = _get_parameter_plan(f"{name}.{own}", plan)
@@ -130,6 +152,27 @@ def update_plan(model, plan: dict[str, str], calibrated) -> None:
             pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
             for parameter in (own, *weight.names().values()):
                 plan[f"{pattern}.{parameter}"] = f"efficient_{base}"
+
+
+def update_expert_plan(model, plan: dict[str, str]) -> None:
+    """Adds to the `ep_plan` that each process keeps some experts of every canonical tensor.
+
+    Raises:
+        ValueError: the experts of a module cannot be spread evenly.
+    """
+    size = _ep_size(model)
+    for name, module in model.named_modules() if size > 1 else ():
+        if not isinstance(module, EfficientExperts):
+            continue
+        for weight in module.compressed_weights():
+            own = weight.prefix[:-1]
+            if _get_parameter_plan(f"{name}.{own}", plan) not in ("grouped_gemm", "efficient_experts"):
+                raise ValueError(f"ep_plan: the plan of {type(model).__name__} spreads no experts of {name}")
+            if weight.experts % size:
+                raise ValueError(f"ep_size={size}: the {weight.experts} experts of {name} are not divisible by it")
+            pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+            plan[f"{pattern}.{own}"] = "efficient_experts"
+            plan.update({f"{pattern}.{parameter}": "grouped_gemm" for parameter in weight.names().values()})
 
 
 def own_parts(model, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -162,8 +205,10 @@ def localize(model) -> bool:
                 if isinstance(placed, DTensor):
                     shapes[part] = [full // own for full, own in zip(placed.shape, placed.to_local().shape)]
                     module._parameters[parameter] = nn.Parameter(placed.to_local(), requires_grad=False)
-            rows, columns = shapes.get("qweight", [1, 1])[-2:]
+            *experts, rows, columns = shapes.get("qweight", [1, 1])
             cut = {"out_features": weight.out_features // rows, "in_features": weight.in_features // columns}
+            if weight.experts is not None:
+                cut["experts"] = weight.experts // (experts or [1])[0]
             module._compressed[prefix] = dataclasses.replace(weight, **cut)
     return True
 
@@ -178,6 +223,10 @@ def refuse_saving(model) -> None:
         )
 
     model.save_pretrained = model.push_to_hub = refuse
+
+
+def _ep_size(model) -> int:
+    return getattr(getattr(model.config, "distributed_config", None), "ep_size", None) or 1
 
 
 def _size(model) -> int:

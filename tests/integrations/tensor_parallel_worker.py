@@ -29,7 +29,7 @@ def main(cases: list[dict], folder: Path) -> None:
     for case in cases:
         name = case["name"]
         options = {"quantization_config": case["quantization"]} if case["quantization"] else {}
-        distributed = DistributedConfig(tp_size=2, tp_plan=case.get("tp_plan", "auto"))
+        distributed = DistributedConfig(tp_size=2, tp_plan=case.get("tp_plan", "auto"), ep_size=case.get("ep_size", 1))
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 case["path"], dtype=torch.float32, distributed_config=distributed, **options

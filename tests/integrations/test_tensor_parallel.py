@@ -45,6 +45,10 @@ CASES = {
     "bias": ("llama_bias", dict(GROUPS, bits=4), True),
     "experts": ("mixtral", dict(GROUPS, bits=4), True),
     "experts_loading": ("mixtral", dict(GROUPS, bits=8), False),
+    # whole experts in each process
+    "whole_experts": ("mixtral", dict(GROUPS, bits=4), True),
+    "whole_experts_loading": ("qwen3_moe", dict(GROUPS, bits=8), False),
+    "whole_experts_gpt_oss": ("gpt_oss", dict(GROUPS, bits=4, modules_to_not_convert=["*self_attn*"]), True),
 }
 # name -> (architecture, config, the error)
 REFUSED = {
@@ -64,7 +68,7 @@ REFUSED = {
 def results(tmp_path_factory):
     """(logits and tokens of one process by case, bytes of its compressed weights, what two processes found)"""
     folder, cases, expected, sizes = tmp_path_factory.mktemp("tp"), [], {}, {}
-    for kind in ("llama", "mixtral"):
+    for kind in ("llama", "mixtral", "qwen3_moe", "gpt_oss"):
         tiny_model(kind, **SIZES).save_pretrained(folder / kind)
         tiny_tokenizer().save_pretrained(folder / kind)
     biased = tiny_model("llama", attention_bias=True, mlp_bias=True, **SIZES)
@@ -81,14 +85,15 @@ def results(tmp_path_factory):
         options = dict(max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=None)
         expected[f"{name}.tokens"] = model.generate(IDS, **options)
         sizes[name] = sum(held_bytes(m) for m in model.modules() if isinstance(m, CompressedModule))
-        if name in ("int4", "experts", "bias"):
+        if name in ("int4", "experts", "bias", "whole_experts"):
             embeddings = model.get_input_embeddings()(IDS).detach().requires_grad_()
             model(inputs_embeds=embeddings).logits.float().square().mean().backward()
             expected[f"{name}.gradient"] = embeddings.grad
         if saved:
             model.save_pretrained(folder / name)
         case = {"path": str(folder / (name if saved else kind)), "quantization": None if saved else quantization}
-        cases.append({"name": name, **case, "train": f"{name}.gradient" in expected})
+        ep_size = 2 if name.startswith("whole_experts") else 1
+        cases.append({"name": name, **case, "train": f"{name}.gradient" in expected, "ep_size": ep_size})
     cases += [
         {"name": name, "path": str(folder / kind), "quantization": quantization}
         for name, (kind, quantization, _) in REFUSED.items()
