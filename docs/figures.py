@@ -226,6 +226,14 @@ def streamed() -> str:
     )
 
 
+def prefix_tiers() -> str:
+    """A prompt that was seen before, by where its blocks lie."""
+    found = load("prefix_tiers")
+    cells = [f"{found['milliseconds'][name]:.0f}" for name in ("new", "pool", "host", "disk")]
+    header = "SmolLM2-135M, tokens | new, ms to the first token | from the pool | from host memory | from the disk"
+    return markdown(header, "rrrrr", [[str(found["tokens"]), *cells]])
+
+
 def two_processes() -> str:
     """The first token of a process that decodes what another one read."""
     rows = [
@@ -270,6 +278,7 @@ FIGURES = {
     "cache": cache,
     "prompts": prompts,
     "streamed": streamed,
+    "prefix_tiers": prefix_tiers,
     "two_processes": two_processes,
     "learning": learning,
     "demo": demo,

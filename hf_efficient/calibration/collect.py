@@ -64,6 +64,7 @@ def collect(
                 pass
     _fill_unreached_linears([name for name in linears if name not in statistics], statistics)
     for inputs in routed:
+        logger.info("%s: calibration tokens of each expert: %s", inputs.name, inputs.rows.counts.tolist())
         _warn([f"{inputs.name}[{expert}]" for expert in inputs.unreached])
     return statistics | {inputs.name: inputs for inputs in routed}
 

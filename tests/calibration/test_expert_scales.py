@@ -76,6 +76,15 @@ def test_awq_scales_each_expert_and_changes_nothing_it_computes(name):
     )
 
 
+def test_tokens_are_counted_and_experts_without_any_named(caplog):
+    with caplog.at_level("INFO", "hf_efficient.calibration.collect"):
+        block = Block("mixtral", WeightOnlyConfig(method="rtn"))
+    told, name = caplog.text, f"{block.experts_name}.down_proj"
+    counts = [3 * int((block.routes == expert).sum()) for expert in range(4)]
+    assert f"{name}: calibration tokens of each expert: {counts}" in told and counts[3] == 0
+    assert f"no calibration token reached {name}[3]: quantized with the inputs of the other experts" in told
+
+
 def test_smoothquant_scales_each_expert():
     config = W8A8Config(method="smoothquant", calibration=CalibrationConfig(tokens=TOKENS))
     block = Block("mixtral", config)
