@@ -72,14 +72,17 @@ class PrefixPool:
                 self.forms = forms
             copies, settled = {}, settled_tokens(layers, cache.state.pool.lengths)
             for b, sequence in sequences.items():
-                for number, node in self.tree.insert(cache.row_tokens.key.digest, sequence[: settled[b]]):
-                    copies[node.block] = cache.state.pool.tables[b][number]  # a block may be evicted and taken again
-                    if number == 0:
-                        node.beginning = [layer.store.beginning(b) for layer in layers]
-                moves = self.tree.moves()
+                new = self.tree.insert(cache.row_tokens.key.digest, sequence[: settled[b]])
+                table, moves = cache.state.pool.tables[b], self.tree.moves()
+                # a block may be evicted and taken again
+                copies.update({node.block: table[number] for number, node in new if node.tier == 0})
+                if new and new[0][0] == 0:
+                    new[0][1].beginning = [layer.store.beginning(b) for layer in layers]
                 if self.lower is not None:
                     self.lower.take_in(moves)
                     copies = self._fill(layers, copies)  # before any of it leaves again
+                    beyond = [(node, table[number]) for number, node in new if node.tier > 0]
+                    self.lower.take([layer.store.pages for layer in layers], beyond)
             self._fill(layers, copies)
         except BaseException:
             self.forget()  # else the tree would name blocks that were not filled

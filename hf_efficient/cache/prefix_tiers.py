@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from hf_efficient.byte_sizes import parse_bytes
-from hf_efficient.cache.bookkeeping.prefix_tree import Move
+from hf_efficient.cache.bookkeeping.prefix_tree import Move, Node
 from hf_efficient.cache.bookkeeping.recompute import Rates
 from hf_efficient.cache.bookkeeping.tensors import lazy_zeros
 
@@ -22,7 +22,8 @@ class PrefixOffload:
     offload=PrefixOffload("8GB"))`.
 
     A block that leaves the pool goes to host memory, the one used longest ago from there to the disk, and from the disk
-    it is forgotten. It comes back when a prompt begins with it, bit for bit.
+    it is forgotten. It comes back when a prompt begins with it, bit for bit. What a prompt has more than the pool holds
+    lies there from the start.
 
     Reading may take longer than computing. The speed of both is measured, and the cost of a token grows with its
     position: so the leading tokens of a prompt are computed again, and the rest is read, where that is faster. This is
@@ -47,6 +48,8 @@ class PrefixOffload:
         self.host_memory = parse_bytes("host_memory", host_memory)
         self.disk = None if disk is None else Path(disk)
         self.disk_memory = None if disk is None else parse_bytes("disk_memory", disk_memory)
+        if self.disk is not None and not hasattr(os, "posix_fallocate"):
+            raise ValueError(f"disk={str(disk)!r}: this system cannot reserve a file (posix_fallocate): leave it out")
         if self.disk is not None and not self.disk.is_dir():
             raise ValueError(f"disk={str(disk)!r}: must be a folder that exists")
 
@@ -81,6 +84,11 @@ class LowerTiers:
             self._host = lazy_zeros(like, sizes[0], self.block_bytes)
         self._file = _BlockFile(offload.disk, sizes[1], self.block_bytes) if len(sizes) > 1 else None
 
+    def take(self, pages: list[dict[str, torch.Tensor]], nodes: list[tuple[Node, int]]) -> None:
+        """Fills nodes of these tiers from a block each of `pages`, of each layer."""
+        if nodes:
+            self._put(dict(zip((node for node, _ in nodes), _packed(pages, [block for _, block in nodes]))))
+
     def take_in(self, moves: list[Move]) -> None:
         """Copies what left the pool, or went from one tier to the next. All is read before anything is written."""
         data = {}
@@ -88,11 +96,9 @@ class LowerTiers:
             moved = [move for move in moves if move.from_tier == tier]
             if moved:
                 blocks = [move.from_block for move in moved]
-                contents = self._packed(blocks) if tier == 0 else self._read(tier, blocks)
+                contents = _packed(self._pools, blocks) if tier == 0 else self._read(tier, blocks)
                 data.update(zip((move.node for move in moved), contents))
-        for tier in (1, 2):
-            if nodes := [node for node in data if node.tier == tier]:
-                self._write(tier, [node.block for node in nodes], torch.stack([data[node] for node in nodes]))
+        self._put(data)
         for node in data:
             if node.beginning is not None:
                 node.beginning = [{name: x.cpu() for name, x in layer.items()} for layer in node.beginning]
@@ -107,14 +113,10 @@ class LowerTiers:
                 kind.index_copy_(0, torch.tensor(destinations, device=kind.device), content.to(kind.device))
         self.rates.was_read(tier, len(blocks) * self.block_bytes, self.rates.clock() - start)
 
-    def _packed(self, blocks: list[int]) -> torch.Tensor:
-        """The bytes of blocks of the pool, uint8 [n, bytes of a block] on the CPU."""
-        parts = []
-        for layer in self._pools:
-            for pages in layer.values():
-                chosen = pages.index_select(0, torch.tensor(blocks, device=pages.device))
-                parts.append(chosen.cpu().reshape(len(blocks), -1).view(torch.uint8))
-        return torch.cat(parts, 1)
+    def _put(self, data: dict[Node, torch.Tensor]) -> None:
+        for tier in (1, 2):
+            if nodes := [node for node in data if node.tier == tier]:
+                self._write(tier, [node.block for node in nodes], torch.stack([data[node] for node in nodes]))
 
     def _read(self, tier: int, blocks: list[int]) -> torch.Tensor:
         return self._host[torch.tensor(blocks)] if tier == 1 else self._file.read(blocks)
@@ -124,6 +126,16 @@ class LowerTiers:
             self._host[torch.tensor(blocks)] = data
         else:
             self._file.write(blocks, data)
+
+
+def _packed(pages: list[dict[str, torch.Tensor]], blocks: list[int]) -> torch.Tensor:
+    """The bytes of blocks of all layers, uint8 [n, bytes of a block] on the CPU."""
+    parts = []
+    for layer in pages:
+        for kind in layer.values():
+            chosen = kind.index_select(0, torch.tensor(blocks, device=kind.device))
+            parts.append(chosen.cpu().reshape(len(blocks), -1).view(torch.uint8))
+    return torch.cat(parts, 1)
 
 
 def rates_of(model, config) -> Rates:
@@ -166,7 +178,8 @@ class _BlockFile:
 
     def write(self, blocks: list[int], data: torch.Tensor) -> None:
         for block, content in zip(blocks, data.contiguous().numpy()):
-            os.pwrite(self._descriptor, content, self._start + block * self._width)
+            if os.pwrite(self._descriptor, content, self._start + block * self._width) != self._width:
+                raise OSError("the file of a PrefixCache took a part of a block")
 
 
 def _remove(descriptor: int, path: Path) -> None:

@@ -13,7 +13,7 @@ from hf_efficient.cache.bookkeeping.recompute import Rates
 BLOCK = 2 * 2 * SIZE * 2 * 16 * 4  # bytes: layers, keys and values, tokens, heads, head dim, float32
 
 
-def tiered(model, folder, pool=4, host=4, disk=16, block_bytes=BLOCK, **kwargs):
+def tiered(model, folder, pool=4, host=4, disk=32, block_bytes=BLOCK, **kwargs):
     offload = PrefixOffload(host * block_bytes, *((folder, disk * block_bytes) if disk else ()))
     return PrefixCache(model, pool, offload=offload, **{"block_size": SIZE, **kwargs})
 
@@ -32,13 +32,13 @@ def test_blocks_come_back_from_every_tier(llama, tmp_path):
         assert torch.equal(actual, expected)
     stats = prefix.stats()
     assert min(hits(prefix)) > 0 and stats["evicted_blocks"] > 0
-    assert stats["used_blocks"] <= 4 and stats["host_bytes"] <= 4 * BLOCK and stats["disk_bytes"] <= 16 * BLOCK
+    assert stats["used_blocks"] <= 4 and stats["host_bytes"] <= 4 * BLOCK and stats["disk_bytes"] <= 32 * BLOCK
     assert stats["skipped_tokens"] == (sum(hits(prefix))) * SIZE == large.stats()["skipped_tokens"]
     (file,) = tmp_path.iterdir()
     from safetensors import safe_open
 
     with safe_open(file, "pt") as opened:
-        assert opened.get_slice("blocks").get_shape() == [16, BLOCK]
+        assert opened.get_slice("blocks").get_shape() == [32, BLOCK]
     prefix.clear()
     assert not list(tmp_path.iterdir()) and prefix.stats()["disk_bytes"] == 0
 
@@ -61,11 +61,21 @@ def test_every_format_of_pages(kv_format, tmp_path):
     assert prefix.stats()["skipped_tokens"] == large.stats()["skipped_tokens"] > 0
 
 
+def test_a_prompt_longer_than_the_pool(llama, tmp_path):
+    llama.set_attn_implementation("flash_paged")
+    prefix, large = tiered(llama, tmp_path, pool=2, host=3), PrefixCache(llama, 64, block_size=SIZE)
+    texts = [left_padded_batch((69,), seed=seed) for seed in (1, 2)]
+    for text in [*texts, *texts, texts[1]]:
+        assert torch.equal(generate(llama, text, prefix), generate(llama, text, large))
+    assert prefix.stats()["skipped_tokens"] == large.stats()["skipped_tokens"] == 3 * 64
+    assert min(hits(prefix)) > 0
+
+
 def test_batches_take_one_anothers_room(llama, tmp_path):
     """Ragged batches, whose sequences want more blocks than pool and host memory have."""
-    prefix = tiered(llama, tmp_path, pool=3, host=2, disk=2)
+    prefix = tiered(llama, tmp_path, pool=3, host=4, disk=32)
     for seed in (0, 1, 0, 2, 0, 1):
-        inputs = prompts(seed=seed)
+        inputs = prompts((33, 40, 35), seed=seed)
         assert torch.equal(generate(llama, inputs, prefix), generate(llama, inputs))
     assert hits(prefix)[1] + hits(prefix)[2] > 0
 
@@ -141,6 +151,6 @@ def test_what_is_refused(llama, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(OSError, match=rf"disk_memory=\.\.\.\): {16 * BLOCK} bytes: No space left"):
+    with pytest.raises(OSError, match=rf"disk_memory=\.\.\.\): {32 * BLOCK} bytes: No space left"):
         generate(llama, prompts(), tiered(llama, tmp_path))
     assert not list(tmp_path.iterdir())

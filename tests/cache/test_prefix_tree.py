@@ -133,7 +133,7 @@ def test_tiers_keep_what_a_longer_pool_would(sizes, operations):
                 assert node.tier > 0
                 contents[node.tier, node.block] = content
             for number, node in filled:
-                contents[0, node.block] = key, tuple(sequence[: 2 * number + 2])
+                contents[node.tier, node.block] = key, tuple(sequence[: 2 * number + 2])
         path = tree.match(key, sequence)
         assert [node.tier for node in path] == sorted(node.tier for node in path)
         for number, node in enumerate(path):
@@ -141,6 +141,7 @@ def test_tiers_keep_what_a_longer_pool_would(sizes, operations):
         if operation == "insert":
             known = sequence[: sequence.index(UNKNOWN)] if UNKNOWN in sequence else sequence
             assert [node.tier for node in path[: sizes[0]]] == [0] * min(sizes[0], len(known) // 2)
+            assert len(path) == min(len(known) // 2, sum(sizes))
         places = [(node.tier, node.block) for node in tree.nodes()]
         assert len(set(places)) == len(places) and all(block < sizes[tier] for tier, block in places)
 

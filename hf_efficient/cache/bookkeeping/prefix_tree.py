@@ -85,28 +85,45 @@ class PrefixTree:
         return self._walk(self._edges(key, tokens))
 
     def insert(self, key: Hashable, tokens: Sequence[int]) -> list[tuple[int, Node]]:
-        """Stores the whole blocks of `tokens` in the pool.
+        """Stores the whole blocks of `tokens`: as many as it has in the pool, those behind them in the next tiers.
 
-        Returns (number in the sequence, node) of those that were not there, which the caller has to fill after doing
-        what `moves` says. Where this sequence alone takes all blocks, its end is not stored.
+        Returns (number in the sequence, node) of those that were not there, or not in the pool, which the caller has to
+        fill after doing what `moves` says. Where this sequence alone takes all blocks, its end is not stored.
         """
         edges = list(self._edges(key, tokens))
-        path = self._walk(edges)[: self.num_blocks]
-        lower = [node for node in path if node.tier > 0]
+        path = self._walk(edges)
+        lower = [node for node in path[: self.num_blocks] if node.tier > 0]
         for node in lower:  # all before the first takes a block, so that none of them makes room for another
             self._leave(node)
-        known, node = len(path) - len(lower), path[-1] if path else self._root
-        for child in lower:
-            self._settle(child, 0)
-        for edge in edges[len(path) : self.num_blocks]:
-            child = Node(node, edge)
-            self._settle(child, 0)
-            node.children[edge] = node = child
+        for node in lower:
+            self._settle(node, 0)
+        path = [node for node in path if node.tier >= 0]  # some of its end may have made room
+        new = []
+        for edge in edges[len(path) :]:
+            parent = path[-1] if path else self._root
+            tier = self._tier_for(parent, path)
+            if tier is None:
+                break
+            child = parent.children[edge] = Node(parent, edge)
+            self._settle(child, tier)
             path.append(child)
+            new.append(child)
         self._mark_used(path)
-        for child in path[known:]:
-            self._origins.pop(child, None)
-        return list(enumerate(path))[known:]
+        filled = {*lower, *new}
+        for node in filled:
+            self._origins.pop(node, None)
+        return [(number, node) for number, node in enumerate(path) if node in filled]
+
+    def _tier_for(self, parent: Node, path: list[Node]) -> int | None:
+        """The highest tier that has a block for what continues `path`, whose end is `parent`; None for none."""
+        if len(path) < self.num_blocks:
+            return 0
+        own = set(path)
+        for tier in range(max(parent.tier, 1), len(self._tiers)):
+            place = self._tiers[tier]
+            if place.free or next(iter(place.order)) not in own:
+                return tier
+        return None
 
     def moves(self) -> list[Move]:
         """What changed its tier since the last call and has to be copied: all is read before anything is written."""
