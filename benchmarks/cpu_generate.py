@@ -29,7 +29,7 @@ process `peak_memory_bytes` is the peak of all it did.
   32, and to the last. "saved" loads a checkpoint that was quantized before; "cold" has an empty `$HF_HOME`, so the
   kernels are compiled.
 - "stock compiled": transformers' static cache and its own compilation, which needs a private flag on a CPU.
-- "int8 inputs": `int8_on_cpu`; llama.cpp's products round inputs to int8, too. torchao's int4 has no CPU path.
+- "int8 inputs": `int8_on_cpu=True`, else "auto"; llama.cpp rounds inputs, too. torchao's int4 has no CPU path.
 - llama.cpp: llama-cpp-python on the GGUF of the sample model (Q4_1 layers, Q8_0 embedding and head), by its low-level
   calls and numpy's argmax, batch 1. "int4, int8 head" has the same sizes; "int4" leaves the head in bfloat16; "the
   GGUF" is that file adopted, with its weights as they are and a head in bfloat16, so it generates what llama.cpp does.

@@ -31,11 +31,12 @@ import torch
 WINDOWS, LENGTH, KL_WINDOWS = {"wikipedia": 24, "news": 12}, 1024, 4
 
 
-OWN_TEXT = {"quant_method": "efficient_weight_only", "calibration": None}
+WEIGHTS_ALONE = {"quant_method": "efficient_weight_only", "int8_on_cpu": False}
+OWN_TEXT = {**WEIGHTS_ALONE, "calibration": None}
 
 
 def weight_only(bits, group, **options):
-    return {"quant_method": "efficient_weight_only", "bits": bits, "group_size": group, **options}
+    return {**WEIGHTS_ALONE, "bits": bits, "group_size": group, **options}
 
 
 def w8a8(**options):
@@ -50,7 +51,7 @@ def rows() -> dict[str, dict | None]:
         table[f"int{bits} g64 fast, no text"] = {**OWN_TEXT, "bits": bits, "quality": "fast"}
     table["int4 g64 balanced, own text"] = {**OWN_TEXT, "bits": 4, "quality": "balanced"}
     for bits in (4, 3, 2):
-        best = {"quant_method": "efficient_weight_only", "bits": bits, "quality": "best"}
+        best = {**WEIGHTS_ALONE, "bits": bits, "quality": "best"}
         table |= {
             f"int{bits} g64 best": best,
             f"trellis {bits} bits best": {**best, "codebook": "trellis", "refine": True},

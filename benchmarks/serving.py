@@ -72,9 +72,10 @@ class Transformers:
 
             loading["attn_implementation"] = "flash_paged"
             if weights.startswith("int4"):
+                rounds = "auto" if "int8 inputs" in weights else False
                 head = {"lm_head": {"bits": 8, "group_size": -1, "symmetric": True}}
                 loading["quantization_config"] = hf_efficient.WeightOnlyConfig(
-                    bits=4, method="rtn", quantize_lm_head=True, overrides=head, int8_on_cpu="int8 inputs" in weights
+                    bits=4, method="rtn", quantize_lm_head=True, overrides=head, int8_on_cpu=rounds
                 )
         from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 

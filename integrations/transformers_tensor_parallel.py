@@ -305,7 +305,7 @@ def _columns_error(format: Format, columns: int) -> str | None:
         if getattr(format, "double_quantization", False):
             return "double_quantization shares a scale between groups of many rows"
         groups = 8 if format.group_size in (None, -1) else format.group_size
-        if getattr(format, "int8_on_cpu", False):
+        if getattr(format, "int8_on_cpu", False) is True:
             groups = max(groups, INT8_COLUMNS)
         return f"a part has {columns} inputs, no multiple of {groups}" if columns % groups else None
     if isinstance(format, (Int8Format, Float8Format)) and not format.outlier_columns:

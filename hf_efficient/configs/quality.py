@@ -20,7 +20,7 @@ _WINDOWS = {"balanced": 32, "best": 128}
 
 
 def choose(given: dict[str, Any], quality: str | None) -> dict[str, Any]:
-    """The arguments of a `WeightOnlyConfig` without "auto".
+    """The arguments of a `WeightOnlyConfig` without "auto", but for an `int8_on_cpu` that depends on the CPU.
 
     Raises:
         ValueError: `quality` and what it would choose are both given.
@@ -37,6 +37,8 @@ def choose(given: dict[str, Any], quality: str | None) -> dict[str, Any]:
         chosen["group_size"] = _OWN_GROUPS.get(own) or fixed.get(name, -1 if bits == 8 else 64)
     if given["rotate"] == AUTO:
         chosen["rotate"] = codebook == "trellis"
+    if given["int8_on_cpu"] == AUTO and (own or codebook is not None):
+        chosen["int8_on_cpu"] = False  # their kernels take inputs as they are
     if method == AUTO:
         quality = quality or ("fast" if calibration is None else "balanced")
         chosen |= _method(chosen, quality)

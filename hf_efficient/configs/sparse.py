@@ -183,7 +183,7 @@ def _parsed(pattern: str) -> tuple[int, int] | None:
 
 def _kept_weights(arguments: dict[str, Any]) -> WeightOnlyConfig:
     """The config of the weights that are kept: rounded to nearest unless it names a method."""
-    return WeightOnlyConfig(**{"method": "rtn", **arguments})
+    return WeightOnlyConfig(**{"method": "rtn", "int8_on_cpu": False, **arguments})
 
 
 def _check_weights(weights) -> None:

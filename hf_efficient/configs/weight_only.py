@@ -86,10 +86,12 @@ class WeightOnlyConfig(CompressionConfig):
             stay.
         mixed_precision (bool; default False): give each layer as many bits as it needs, `bits` on average; needs
             `calibration`.
-        int8_on_cpu (bool; default False): with the C++ kernels (most with VNNI), models in bfloat16 round their inputs
-            to 8 bits, with a scale for every 64 columns of a row: faster prompts and batches at a small loss. Of every
-            64 the one that is more than twice as large as the others is not rounded, as outliers in LLM.int8(). With
-            AMX only batches of at most 32 tokens are rounded, as prompts are faster without.
+        int8_on_cpu (bool or "auto"; default "auto"): with the C++ kernels, models in bfloat16 round their inputs to 8
+            bits, with a scale for every 64 columns of a row: faster prompts and batches at a small loss. Of every 64
+            the one that is more than twice as large as the others is not rounded, as outliers in LLM.int8(). "auto"
+            rounds forwards of at least 32 tokens where that is faster: on CPUs with AVX-512 VNNI and without AMX, with
+            groups of at least 32 columns. True rounds all forwards; with AMX only those of at most 32 tokens, as
+            prompts are faster without. Codebooks and methods with formats of their own have False.
         modules_to_not_convert (list of str; default None): globs (see `module_matches`) of modules to leave as they
             are, in addition to the output embedding and the modules tied to it.
         overrides (dict of glob -> fields; default None): other schemes for single modules, for example
@@ -142,7 +144,7 @@ class WeightOnlyConfig(CompressionConfig):
         rotate: bool | str = AUTO,
         refine: bool = False,
         mixed_precision: bool = False,
-        int8_on_cpu: bool = False,
+        int8_on_cpu: bool | str = AUTO,
         modules_to_not_convert: list[str] | None = None,
         overrides: dict[str, Any] | list | None = None,
         quantize_lm_head: bool = False,
@@ -178,8 +180,8 @@ class WeightOnlyConfig(CompressionConfig):
         is_width = is_integer(group_size, -1) and (group_size == -1 or (group_size > 0 and group_size % 8 == 0))
         check(group_size is None or is_width, "group_size", group_size, _GROUP_SIZES)
         check_flags(scheme, "symmetric", "double_quantization", "rotate", "refine", "mixed_precision")
-        check_flags(scheme, "int8_on_cpu", "input_scale", "input_order")
-        check_choices(scheme, codebook=(*CODEBOOKS, None))
+        check_flags(scheme, "input_scale", "input_order")
+        check_choices(scheme, codebook=(*CODEBOOKS, None), int8_on_cpu=(True, False, AUTO))
         if codebook in ("nf4", "fp4", *BLOCK_SIZES):
             check(bits == 4, "bits", bits, f"4 for codebook={codebook!r}")
         if codebook in BLOCK_SIZES:
@@ -205,7 +207,7 @@ class WeightOnlyConfig(CompressionConfig):
             check(not scheme["double_quantization"], "double_quantization", True, "False where there is no codebook")
         else:
             for field in ("mixed_precision", "int8_on_cpu"):
-                check(not scheme[field], field, True, f"False for codebook={codebook!r}")
+                check(not scheme[field], field, scheme[field], f"False for codebook={codebook!r}")
 
     @property
     def asked_calibration(self):

@@ -18,7 +18,7 @@ class AffineFormat(GroupedCodes):
     Args:
         bits, group_size: see `GroupedCodes`; 2, 3, 4 or 8 bits.
         symmetric: the zero point is the middle of the grid and not stored.
-        int8_on_cpu: inputs are rounded to int8 on a CPU, as in `WeightOnlyConfig`.
+        int8_on_cpu: whether inputs are rounded to int8 on a CPU: True, False or "auto", as in `WeightOnlyConfig`.
         zero_point: "integer", "float" (of the scale's dtype), or "minimum" (of the scale's dtype): w = code * scale +
             minimum.
         scale_dtype: a name like "float32" where it is not the weight's dtype; `dequantize` then computes in it and
@@ -28,7 +28,7 @@ class AffineFormat(GroupedCodes):
     bits: int
     group_size: int | None
     symmetric: bool
-    int8_on_cpu: bool = False
+    int8_on_cpu: bool | str = False
     zero_point: str = "integer"
     scale_dtype: str | None = None
 

@@ -55,7 +55,7 @@ class MetaModel:
             return self.quantization.dtype
         if self.quantization.name == "efficient_bitnet":
             return "int8"
-        return "int8" if self.on_cpu and getattr(self.quantization, "int8_on_cpu", False) else None
+        return "int8" if self.on_cpu and getattr(self.quantization, "int8_on_cpu", False) is True else None
 
     def bytes_read(self, trace: Trace) -> float:
         """Bytes of weights that the forward of `trace` reads.

@@ -145,14 +145,35 @@ def test_inputs_rounded_to_int8(kernels, bits):
             assert not layout.matmul(x.index_fill(1, torch.tensor([k - 1]), float("nan"))).isfinite().any()
 
 
-@pytest.mark.parametrize("int8_on_cpu", [False, True])
-def test_a_config_says_whether_inputs_are_rounded(kernels, int8_on_cpu):
-    config = WeightOnlyConfig(bits=8, group_size=32, int8_on_cpu=int8_on_cpu)
+@pytest.mark.parametrize(
+    "arguments, rounds_inputs",
+    [({}, native_cpu.WIDE), ({"int8_on_cpu": True}, native_cpu.ALWAYS), ({"int8_on_cpu": False}, native_cpu.NEVER)],
+)
+def test_a_config_says_which_inputs_are_rounded(kernels, arguments, rounds_inputs):
+    config = WeightOnlyConfig(bits=8, group_size=32, **arguments)
     config = WeightOnlyConfig(**{key: value for key, value in config.to_dict().items() if key != "quant_method"})
     parts = dict(zip(("qweight", "scale", "zero_point"), tensors(48, 96, 8, 32, False, torch.bfloat16)))
-    assert config.format().layout(parts, 96, torch.bfloat16).rounds_inputs is int8_on_cpu
+    assert config.format().layout(parts, 96, torch.bfloat16).rounds_inputs == rounds_inputs
     with pytest.raises(ValueError, match="int8_on_cpu=True is not supported: it must be False for codebook='nf4'"):
         WeightOnlyConfig(bits=4, codebook="nf4", int8_on_cpu=True)
+    with pytest.raises(ValueError, match="int8_on_cpu=1 is not supported: it must be one of"):
+        WeightOnlyConfig(bits=4, int8_on_cpu=1)
+    assert WeightOnlyConfig(bits=4, codebook="nf4").int8_on_cpu is False
+
+
+def test_only_wide_forwards_are_rounded_by_default(kernels):
+    may_round = tiers.tier().name in ("vnni", "bf16")
+    for group_size, dtype in ((64, torch.bfloat16), (16, torch.bfloat16), (64, torch.float32)):
+        canonical = tensors(48, 192, 4, group_size, False, torch.bfloat16)
+        never, always, wide = (
+            native_cpu.NativeCodesLayout.pack(*canonical, 4, group_size, 192, dtype, rounds_inputs)
+            for rounds_inputs in (native_cpu.NEVER, native_cpu.ALWAYS, native_cpu.WIDE)
+        )
+        for rows in (31, 32, 70):
+            x = torch.randn(rows, 192).to(dtype)
+            rounds = may_round and rows >= 32 and (group_size, dtype) == (64, torch.bfloat16)
+            assert torch.equal(wide.matmul(x), (always if rounds else never).matmul(x))
+            assert torch.equal(never.matmul(x), always.matmul(x)) == (dtype is torch.float32)
 
 
 def test_results_do_not_depend_on_the_number_of_threads(kernels):

@@ -134,7 +134,7 @@ def test_what_is_chosen_does_not_follow_from_the_other_weights():
     for config in (dict(bits=2), dict(bits=4, codebook="nf4"), dict(bits=4, rotate=True), dict(int8_on_cpu=True)):
         model = load(folder("llama"), method="rtn", embeddings=True, **config)
         format = model.model.embed_tokens.format
-        assert (format.bits, format.group_size, format.symmetric, format.int8_on_cpu) == (8, -1, True, False)
+        assert (format.bits, format.group_size, format.symmetric, format.int8_on_cpu) == (8, -1, True, "auto")
 
 
 def test_calibration_leaves_it_as_it_is():

@@ -18,6 +18,7 @@ from hf_efficient.kernels.replay.registry import replays
 
 
 GRID, CODEBOOK, FLOAT8 = range(3)  # kinds of codes, as in native/linear/codes.h
+NEVER, ALWAYS, WIDE = range(3)  # which bfloat16 inputs are rounded, as there
 _ELEMENTS_AT_ONCE = 1 << 21  # float32 elements that dequantizing to another dtype holds at once: 8 MB
 
 
@@ -154,7 +155,8 @@ class NativeCodesLayout(NativeLayout):
     Args:
         packed: the codes in `stored` bits, as `pack_lines` makes them. `bits` are those of the canonical codes.
         scale, zero_point: [blocks, G, 16], a group being `group` columns; no zero point is the middle of the grid.
-        rounds_inputs: whether bfloat16 inputs are rounded to int8, with a scale for at most 64 columns of a row.
+        rounds_inputs: which bfloat16 inputs are rounded to int8, with a scale for at most 64 columns of a row: NEVER,
+            ALWAYS, or WIDE, those of so many rows that this is faster.
     """
 
     def __init__(self, packed, scale, zero_point, stored, group, out_features, in_features, rounds_inputs, bits, dtype):
@@ -171,7 +173,7 @@ class NativeCodesLayout(NativeLayout):
 
     @classmethod
     def pack(
-        cls, qweight, scale, zero_point, bits, group_size, in_features, dtype, rounds_inputs=False
+        cls, qweight, scale, zero_point, bits, group_size, in_features, dtype, rounds_inputs=NEVER
     ) -> "NativeCodesLayout | None":
         """From canonical tensors; None where the kernels do not serve them or are not compiled."""
         out_features, groups = qweight.shape[0], scale.shape[1]
@@ -237,7 +239,7 @@ def _linear(x, packed, scale, zero_point, bias, bits, group, out_features, in_fe
 
 def _dequantize(packed, scale, zero_point, bits, group, out_features, in_features, dtype):
     scheme = bits, group, out_features, in_features
-    return NativeCodesLayout(packed, scale, zero_point, *scheme, False, bits, dtype).decode()
+    return NativeCodesLayout(packed, scale, zero_point, *scheme, NEVER, bits, dtype).decode()
 
 
 def _weight(dtype, _, packed, scale, zero_point, bits, group, out_features, in_features, rounds_inputs):
@@ -248,7 +250,7 @@ def _weight(dtype, _, packed, scale, zero_point, bits, group, out_features, in_f
 def _rows(ids, packed, scale, zero_point, bits, group, out_features, in_features, dtype):
     torch.get_num_threads()  # as in _product
     ids, y = ids.contiguous(), packed.new_empty(*ids.shape, in_features, dtype=dtype)
-    weight, address = weight_structure(packed, scale, zero_point, group, out_features, in_features, False)
+    weight, address = weight_structure(packed, scale, zero_point, group, out_features, in_features, NEVER)
     rows = _Rows(address, ids.data_ptr(), y.data_ptr(), ids.numel(), TYPES[dtype])
     if not kernel(bits).rows(ctypes.addressof(rows)):
         raise IndexError("index out of range in self")  # torch's words for an embedding on a CPU
@@ -260,7 +262,7 @@ def _row_instructions(y, ids, packed, scale, zero_point, bits, group, out_featur
     if not ids.is_contiguous():
         return None
     tensors = packed, scale, zero_point
-    weight, address = weight_structure(*tensors, group, out_features, in_features, False)
+    weight, address = weight_structure(*tensors, group, out_features, in_features, NEVER)
     rows = _Rows(address, ids.data_ptr(), y.data_ptr(), ids.numel(), TYPES[dtype])
     return [call(kernel(bits).rows, rows, y, [ids, *tensors], keep=weight, looks_up=True)]
 
@@ -274,7 +276,7 @@ def _instructions(y, x, packed, scale, zero_point, bias, bits, group, out_featur
 
 op.define(
     "cpu_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? bias, int bits, int group, "
-    "int out_features, int in_features, bool rounds_inputs) -> Tensor",
+    "int out_features, int in_features, int rounds_inputs) -> Tensor",
     cpu=_linear,
     fake=lambda x, packed, scale, zero, bias, bits, group, out_features, *_: x.new_empty(*x.shape[:-1], out_features),
     weight=_weight,

@@ -13,7 +13,7 @@ from hf_efficient.kernels import triton_devices
 from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.codes import expand_groups, unpack_codes
 from hf_efficient.kernels.linear.layout import Layout, TritonRowsLayout, triton_groups
-from hf_efficient.kernels.linear.native_cpu import NativeCodesLayout
+from hf_efficient.kernels.linear.native_cpu import WIDE, NativeCodesLayout
 from hf_efficient.kernels.linear.torch_cpu import Int4CpuLayout, Int8CpuLayout
 
 
@@ -104,14 +104,15 @@ def device_layout(
     qweight, scale, zero_point, *, bits, group_size, in_features, dtype, int8_on_cpu=False
 ) -> Layout | None:
     """The fastest layout for inputs of `dtype` on the device of `qweight`; None where no kernel reads these codes.
-    int8_on_cpu: whether bfloat16 inputs are rounded to int8 on a CPU."""
+    int8_on_cpu: whether bfloat16 inputs are rounded to int8 on a CPU: True, False, or "auto" where that is faster."""
     scheme = bits, group_size, in_features, dtype
     if TritonLayout.supports(group_size, dtype) and triton_devices.serves(qweight.device):
         if zero_point is not None and zero_point.is_floating_point():
             return FloatZeroTritonLayout(qweight, scale, zero_point, *scheme)
         return TritonLayout.pack(qweight, scale, zero_point, *scheme)
     if qweight.device.type == "cpu":
-        native = NativeCodesLayout.pack(qweight, scale, zero_point, *scheme, int8_on_cpu)
+        rounds_inputs = WIDE if int8_on_cpu == "auto" else int(int8_on_cpu)
+        native = NativeCodesLayout.pack(qweight, scale, zero_point, *scheme, rounds_inputs)
         if native is not None:
             return native
         if bits == 8 and Int8CpuLayout.supports(len(qweight), in_features, group_size, dtype):

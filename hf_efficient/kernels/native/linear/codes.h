@@ -6,6 +6,7 @@
 #include "products.h"
 
 enum { GRID, CODEBOOK, FLOAT8 };
+enum { NEVER, ALWAYS, WIDE };  // of Weight.rounds_inputs: WIDE is so many rows that rounding saves time
 #ifndef KIND
 #define KIND GRID
 #endif
@@ -18,7 +19,7 @@ struct Weight {  // mirrored in kernels/linear/native_cpu.py
     const void *zero;     // [blocks, groups, 16] uint8 or float32, or null: the middle of the grid
     int64_t out_features, in_features, group;  // group: columns
     int64_t scale_is_float;
-    int64_t rounds_inputs;  // whether bfloat16 inputs are rounded to int8
+    int64_t rounds_inputs;  // which bfloat16 inputs are rounded to int8; of FLOAT8 see float8_inputs.h
     int64_t zero_is_float;
     const float *table;    // CODEBOOK: 2 ** BITS numbers of bfloat16, as floats
     const float *x_scale;  // FLOAT8: of static inputs, or null

@@ -10,12 +10,15 @@
 // and on AVX2.
 constexpr int FEW_ROWS = AMX ? LEAST_AMX_ROWS - 1 : BF16_LOOK_UPS ? 32 : REGISTERS < 32 ? 8 : 16;
 
-// Whether so many rows that may be rounded to int8 are. AMX multiplies more of them faster as bfloat16.
-static bool by_int8(int64_t rows) {
+// Whether rows of bfloat16 are rounded to int8. AMX multiplies many of them faster as they are.
+static bool by_int8(const Weight &w, int64_t rows) {
 #if AMX
     if (rows > 32 && AMX_IS_GRANTED) return false;
+#elif BYTE_DOT
+    constexpr int64_t WIDE_ROWS = 32, WIDE_GROUP = 32;  // measured: from there on rounding is never slower
+    if (w.rounds_inputs == WIDE) return rows >= WIDE_ROWS && std::min(w.group, w.in_features) >= WIDE_GROUP;
 #endif
-    return true;
+    return w.rounds_inputs == ALWAYS;
 }
 
 struct Rows {  // mirrored in kernels/linear/native_cpu.py
@@ -45,7 +48,7 @@ extern "C" void hf_linear(const Product *products, int64_t count, const void *x,
         else x = float8_inputs(*w, (const uint16_t *)x, rows);
         columns = width;
     }
-    if (KIND == GRID && !is_float && w->rounds_inputs && by_int8(rows))
+    if (KIND == GRID && !is_float && by_int8(*w, rows))
         return int8(w, out, count, (const uint16_t *)x, rows);
 #if BF16_DOT
     if (!is_float && (BF16_LOOK_UPS || rows > FEW_ROWS)) {
