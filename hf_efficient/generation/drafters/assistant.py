@@ -142,7 +142,8 @@ class AssistantDrafter(Drafter):
             else:
                 token = argmax(scores)[:, None]
             tokens.append(token)
-            confidences.append((scores.gather(1, token)[:, 0] - scores.logsumexp(-1)).exp())
+            if self.threshold > 0 or self.tree:  # a sum over the vocabulary, which takes as long as small layers
+                confidences.append((scores.gather(1, token)[:, 0] - scores.logsumexp(-1)).exp())
             counts += confident & (limit > step)
             first = [total + step for total in done]
             fed = token.to(device)

@@ -1,6 +1,7 @@
 // Replays the ops of a captured forward on the addresses of the tensors that it was captured with. No framework runs
 // between one op and the next.
 
+#include "dense_floats.h"
 #include "dense_tiles.h"
 #include "layout.h"
 
@@ -10,7 +11,7 @@ enum Op : int32_t {
     MEAN, SUM,                       // of a over its last dimension
     ROWS,                            // y[i] = a[b[i]]: sizes[1] rows of a, sizes[2] int64 indices, sizes[3] bytes a row
     LINEAR,                          // sizes[1] products of a with sizes[2] rows; `weight` points to the `Product`s
-    DENSE,                           // y = a @ b^T + c in bfloat16: sizes[1] rows, sizes[2] columns, sizes[3] wide
+    DENSE,                           // y = a @ b^T + c, all of one type: sizes[1] rows, sizes[2] columns, sizes[3] wide
     CALL,                            // linear(weight), a function of another library that returns 0 where it refuses
     RMS_NORM, ROTARY, GATED,         // several ops in one, see kernels/replay/fusion.py
     ARGMAX,                          // int64 y: the index of the largest element of a in its last dimension
@@ -315,6 +316,9 @@ extern "C" int64_t hf_replay(const Instruction *in, int64_t count) {
         else if (in->op == ROTARY) rotary(*in);
         else if (in->op == GATED) gated(*in);
         else if (in->op == ARGMAX) argmax(*in);
+        else if (in->op == DENSE && in->a.type == FLOAT)
+            dense_floats((const float *)in->a.data, (const float *)in->b.data, (const float *)in->c.data,
+                         (float *)in->y.data, in->sizes[1], in->sizes[2], in->sizes[3]);
         else if (in->op == DENSE)
             dense_product((const uint16_t *)in->a.data, (const uint16_t *)in->b.data, (const uint16_t *)in->c.data,
                           (uint16_t *)in->y.data, in->sizes[1], in->sizes[2], in->sizes[3]);
