@@ -96,7 +96,9 @@ def register() -> None:
     with _without_collections():
         for name in (*(f"integrations.transformers_{name}" for name in integrations), "checkpoints.adopt"):
             importlib.import_module(f"hf_efficient.{name}").register()
-        importlib.import_module("hf_efficient.integrations.transformers_releases").mark_users_caches()
+        releases = importlib.import_module("hf_efficient.integrations.transformers_releases")
+        releases.mark_users_caches()
+        releases.name_gguf()
         importlib.import_module("hf_efficient.integrations.transformers_cache_names").register()
 
 

@@ -101,6 +101,7 @@ INSIDES: tuple[Inside, ...] = (
     *_of(_RELEASES, "distributed.tensor_parallel", "TensorParallelLayer"),
     *_of(_RELEASES, "cache_utils", "get_layer_types_and_kwargs"),
     *_of(_RELEASES, "cache_utils", "DummyLayer", since="5.23"),
+    *_of(_RELEASES, "utils.import_utils", "PACKAGE_DISTRIBUTION_MAPPING", until="5.17"),
     *_of(_RELEASES, "generation.utils", "GenerationMixin._prepare_cache_for_generation"),
     Inside(
         "transformers.generation.utils:GenerationMixin._prepare_cache_for_generation",

@@ -74,6 +74,16 @@ def dequantized_gguf() -> dict:
     return {"quantization_config": GgufConfig(dequantize=True)}
 
 
+def name_gguf() -> None:
+    """Has transformers find the version of the package `gguf` on Python 3.10, as it does as of 5.17. Before, it read
+    "N/A" there, because the wheel has no `top_level.txt`, and no GGUF could be loaded. Idempotent."""
+    if has("5.17"):
+        return
+    from transformers.utils.import_utils import PACKAGE_DISTRIBUTION_MAPPING
+
+    PACKAGE_DISTRIBUTION_MAPPING.setdefault("gguf", ["gguf"])
+
+
 def quantizer_base() -> type:
     """`HfQuantizer`, whose `update_weight_conversions(conversions, model)` is given the model as of 5.21.
 

@@ -7,6 +7,7 @@ import torch
 from helpers import tiny_model
 from torch import nn
 from transformers import DynamicCache, GenerationMixin
+from transformers.utils import import_utils
 
 from hf_efficient.integrations import transformers_releases as releases
 from hf_efficient.integrations import transformers_tensor_parallel
@@ -78,3 +79,10 @@ def test_models_whose_windows_would_be_dropped_are_refused(oldest):
     releases.check_paged_attention(tiny_model("llama").config)
     with pytest.raises(ValueError, match="sliding_window=8 in continuous batching under flash_paged needs .* 5.19"):
         releases.check_paged_attention(tiny_model("mistral").config)
+
+
+def test_gguf_is_found_where_python_does_not_name_its_distribution(oldest, monkeypatch):
+    mapping = {}
+    monkeypatch.setattr(import_utils, "PACKAGE_DISTRIBUTION_MAPPING", mapping, raising=False)
+    releases.name_gguf()
+    assert mapping == {"gguf": ["gguf"]}
