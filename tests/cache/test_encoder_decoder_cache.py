@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from encoder_decoders import MODELS, encoder_decoder
+from encoder_decoder_models import MODELS, encoder_decoder
 from transformers import LlamaConfig, WhisperConfig
 from transformers.generation.streamers import BaseStreamer
 

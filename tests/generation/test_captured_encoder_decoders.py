@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from encoder_decoders import encoder_decoder
+from encoder_decoder_models import encoder_decoder
 from native_loop import NATIVE_LOOP, transformers_loop
 from test_encoder_decoder_speculation import draft_of
 

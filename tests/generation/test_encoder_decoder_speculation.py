@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
-from encoder_decoders import MODELS, encoder_decoder
+from encoder_decoder_models import MODELS, encoder_decoder
 from helpers import tiny_model
 from test_speculative_distribution import RIGHT, p_value
 

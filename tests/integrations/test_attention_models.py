@@ -7,7 +7,7 @@ Greedy decoding of every architecture with every cache stands in `test_matrix.py
 import pytest
 import torch
 import transformers
-from encoder_decoders import random_weights
+from encoder_decoder_models import random_weights
 from helpers import TINY_MODELS, assert_close, enable_checkpointing, left_padded_batch, tiny_model
 from transformers import AutoModelForCausalLM, masking_utils
 
