@@ -82,7 +82,7 @@ class BlockCompressor:
             self.say(block.name, "refinement")
             self.refine(block, dense)
         self._quantize_refined(block)
-        for name, ranges in observe(block, self.batches).items():
+        for name, ranges in observe(block, self.batches, self.keep).items():
             block.tensors[name].update(ranges)
         self._replace(block)
 

@@ -1,5 +1,7 @@
 """Static activation scales: chosen on calibration data, fixed when the model runs."""
 
+import functools
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
@@ -19,7 +21,7 @@ _OBSERVERS = {"absmax": AbsMaxObserver, "entropy": EntropyObserver, "mse": MSEOb
 
 
 @torch.no_grad()
-def observe(block, batches: int | None = None) -> dict[str, dict[str, torch.Tensor]]:
+def observe(block, batches: int | None = None, keep: Callable | None = None) -> dict[str, dict[str, torch.Tensor]]:
     """Runs batches of a `Block` and observes the inputs of its linears and fused experts with static activations.
 
     Args:
@@ -27,6 +29,7 @@ def observe(block, batches: int | None = None) -> dict[str, dict[str, torch.Tens
             how. The input scale and the rotation in `block.tensors` are applied first, because rounding comes after
             them.
         batches: number of batches to run, by default all of `block.inputs`.
+        keep: where the hidden states into experts are kept; see `collect`.
 
     Returns:
         name of a linear -> the canonical tensors still missing: "activation_scale" float32 [1] and, for asymmetric
@@ -59,7 +62,8 @@ def observe(block, batches: int | None = None) -> dict[str, dict[str, torch.Tens
     found = {}
     with ExitStack() as stack:
         stack.enter_context(watching_inputs({name: block.linears[name] for name in observers}, see))
-        routes = {name: stack.enter_context(watching_routes(block.experts[name])) for name in experts}
+        keeps = {name: keep and functools.partial(keep, f"{name}.static") for name in experts}
+        routes = {name: stack.enter_context(watching_routes(block.experts[name], keeps[name])) for name in experts}
         for batch in range((len(block.inputs) if batches is None else batches) if observers or experts else 0):
             block.run(batch)
     for name, rows in routes.items():

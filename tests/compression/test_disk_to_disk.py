@@ -53,11 +53,12 @@ def test_a_llama_is_compressed_to_the_bits_of_the_way_through_memory(tmp_path, c
     "name, config, overrides",
     [
         ("mixtral", gptq, {}),  # experts one at a time, of tensors that transformers joins
+        ("mixtral", lambda: gptq(method="awq", refine=True), {}),  # scales of each expert, then all of a block tuned
         ("gpt2", lambda: gptq(refine=True), {}),  # Conv1D, and hidden states of the original model on disk
         ("llama", lambda: gptq(method="awq", embeddings=True), {"tie_word_embeddings": True}),
         ("llama", lambda: gptq(quantize_lm_head=True), {}),  # calibrated outside the blocks
         ("llama", lambda: WeightOnlyConfig(bits=4, group_size=32, method="hqq"), {}),  # nothing to calibrate
-        ("llama", lambda: W8A8Config(activations="static", calibration=CalibrationConfig(tokens=TOKENS)), {}),
+        ("mixtral", lambda: W8A8Config(activations="static", calibration=CalibrationConfig(tokens=TOKENS)), {}),
     ],
 )
 def test_whatever_is_chosen(tmp_path, name, config, overrides):
