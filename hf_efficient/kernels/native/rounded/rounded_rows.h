@@ -117,12 +117,19 @@ static const T *without_outliers(const RoundedMatrix &w, const T *x, int64_t row
     static thread_local Buffer found, values, copied;
     int64_t *outliers = found.get<int64_t>(w.in_features), count = 0;
     const float threshold = w.threshold;
-    for (int64_t k = 0; k < w.in_features; k++)
+    for (int64_t first = 0; first < w.in_features; first += LANES) {
+        const int64_t end = std::min(first + LANES, w.in_features);
+        Ints largest = {};  // of the bits, which are ordered as magnitudes are, and NaN above all
         for (int64_t row = 0; row < rows; row++)
-            if (std::fabs(number(x[row * w.in_features + k])) >= threshold) {
-                outliers[count++] = k;
-                break;
-            }
+            largest = maximum(largest, (Ints)absolute(row_values(x + row * w.in_features + first, end - first)));
+        if (from_bits(highest(largest)) < threshold) continue;
+        for (int64_t k = first; k < end; k++)
+            for (int64_t row = 0; row < rows; row++)
+                if (std::fabs(number(x[row * w.in_features + k])) >= threshold) {
+                    outliers[count++] = k;
+                    break;
+                }
+    }
     inputs.outliers = outliers, inputs.outlier_count = count;
     if (!count) return x;
     T *copy = copied.get<T>(rows * w.in_features);
