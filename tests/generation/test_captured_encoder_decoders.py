@@ -6,9 +6,10 @@ from encoder_decoder_models import encoder_decoder
 from native_loop import NATIVE_LOOP, transformers_loop
 from test_encoder_decoder_speculation import draft_of
 
-from hf_efficient import enable_speculation, optimize
+from hf_efficient import WeightOnlyConfig, enable_speculation, optimize
 from hf_efficient.generation import model_state
 from hf_efficient.generation.replay.captured_forward import CapturedForward
+from hf_efficient.integrations.transformers_generation import AutomaticGenerationMixin
 
 
 pytestmark = NATIVE_LOOP
@@ -131,3 +132,20 @@ def test_changes_of_the_model_are_noticed(replays):
     with transformers_loop():
         expected = model.generate(**inputs, max_new_tokens=10)
     assert torch.equal(model.generate(**inputs, max_new_tokens=10), expected)
+
+
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_quantized_models_have_it_by_themselves(name, replays, tmp_path):
+    model, inputs = encoder_decoder(name)
+    model.save_pretrained(tmp_path)
+    config = WeightOnlyConfig(bits=8, group_size=32)
+    model = type(model).from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
+    assert isinstance(model, AutomaticGenerationMixin)
+    with transformers_loop():
+        expected = model.generate(**inputs, max_new_tokens=12)
+    for _ in range(2):
+        replays.clear()
+        assert torch.equal(model.generate(**inputs, max_new_tokens=12), expected)
+    assert replays and all(replays)
+    lookup = dict(prompt_lookup_num_tokens=3)  # transformers takes one source at a time
+    assert torch.equal(model.generate(**batch_of(inputs, 1), **lookup, max_new_tokens=12)[0], expected[0])
