@@ -10,9 +10,10 @@ import torch
 import transformers
 from draft_models import GREEDY, character_tokenizer, counting, drafting
 from helpers import left_padded_batch, tiny_model
-from transformers import DynamicCache, TextIteratorStreamer, pipeline
+from transformers import DynamicCache, GenerationConfig, TextIteratorStreamer, pipeline
 
 from hf_efficient import SpeculativeGenerationMixin, enable_speculation, speculative_generate
+from hf_efficient.generation.speculation.options import chosen
 
 
 llama = pytest.fixture(draft_models.llama)
@@ -107,6 +108,22 @@ def test_differently_padded_vocabularies_need_the_tokenizers(size, llama):
     with pytest.raises(ValueError, match="needs the tokenizers of both models"):
         other = dict(tokenizer=Vocabulary(90), assistant_tokenizer=Vocabulary(90, shift=1))
         target.generate(**options, assistant_model=draft, **other)
+
+
+def test_settings_of_transformers_reach_the_drafter(llama):
+    target, draft, *_ = llama
+    config = GenerationConfig(prompt_lookup_num_tokens=5, max_matching_ngram_size=3)
+    lookup = chosen(None, config, target).drafter((None, None))
+    assert (lookup.max_tokens, lookup.max_ngram) == (5, 3)
+    draft = copy.deepcopy(draft)
+    settings = draft.generation_config
+    settings.num_assistant_tokens, settings.assistant_confidence_threshold = 7, 0.25
+    settings.num_assistant_tokens_schedule = "constant"
+    speculation = chosen(draft, GenerationConfig(), target)
+    assistant = speculation.drafter((None, None))
+    assert (assistant.max_tokens, assistant.threshold, speculation.adapts) == (7, 0.25, False)
+    settings.num_assistant_tokens_schedule = None
+    assert speculation.adapts
 
 
 REFUSED = {
