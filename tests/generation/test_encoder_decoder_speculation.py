@@ -12,6 +12,7 @@ from test_speculative_distribution import RIGHT, p_value
 from hf_efficient import EncoderDecoderPagedCache, PromptLookup, Speculation, enable_speculation
 from hf_efficient.generation import served
 from hf_efficient.generation.drafters.assistant import AssistantDrafter
+from hf_efficient.kernels.replay.recorder import interpreter
 
 
 CASES = [(name, "sdpa") for name in MODELS] + [("t5", "eager"), ("bart", "flash_paged"), ("whisper", "flash_paged")]
@@ -176,4 +177,5 @@ def test_plain_calls_stay_with_transformers():
             torch.manual_seed(0)
             outputs.append(each.generate(**inputs, **options, max_new_tokens=12))
         assert torch.equal(*outputs)
-    assert "does not read pages" in served.why_not(encoder_decoder("t5", attention="eager")[0])
+    reason = "does not read pages" if interpreter() else "C++ kernels are not available"
+    assert reason in served.why_not(encoder_decoder("t5", attention="eager")[0])
