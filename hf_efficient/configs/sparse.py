@@ -1,5 +1,6 @@
 """Weights of which a share is zero."""
 
+from dataclasses import replace
 from typing import Any
 
 from hf_efficient.configs.base import CONFIG_VERSION, CompressionConfig
@@ -124,11 +125,15 @@ class SparseConfig(CompressionConfig):
         from hf_efficient.formats.bitmap import BitmapFormat
         from hf_efficient.formats.sparse24 import Sparse24Format
 
-        weights = None if self.weights is None else self.weights.format()
+        weights = self._kept_format()
         if self.pattern == "2:4":
             return Sparse24Format(weights)
         target = self.target()
         return BitmapFormat(weights, target.sparsity, target.pattern, target.group)
+
+    def _kept_format(self):
+        """The format of the kept weights, whose kernels take inputs as they are; None for values."""
+        return None if self.weights is None else replace(self.weights.format(), int8_on_cpu=False)
 
     def method_module(self):
         from hf_efficient import pruning
@@ -159,7 +164,7 @@ class SparseConfig(CompressionConfig):
         kept weights quantized as `weights` says."""
         from hf_efficient import methods
 
-        own = self.weights.format()
+        own = self._kept_format()
         tensors = methods.quantize(pruned, own, self.weights.method_name(), inputs, mask=mask)
         codes = own.unpack(tensors["qweight"], pruned.shape[1])
         return format.pack_affine(codes, tensors["scale"], tensors.get("zero_point"), mask)
@@ -183,7 +188,7 @@ def _parsed(pattern: str) -> tuple[int, int] | None:
 
 def _kept_weights(arguments: dict[str, Any]) -> WeightOnlyConfig:
     """The config of the weights that are kept: rounded to nearest unless it names a method."""
-    return WeightOnlyConfig(**{"method": "rtn", "int8_on_cpu": False, **arguments})
+    return WeightOnlyConfig(**{"method": "rtn", **arguments})
 
 
 def _check_weights(weights) -> None:
@@ -196,6 +201,8 @@ def _check_weights(weights) -> None:
             raise ValueError(f"{given[0]!r} is not a field of a weight: allowed are {allowed}")
         check_choices(vars(config), method=WEIGHT_METHODS)
         check(config.zero_point == "integer", "zero_point", config.zero_point, "'integer': zeros are exact")
-        for field in ("codebook", "rotate", "refine", "mixed_precision", "int8_on_cpu", "input_scale", "input_order"):
+        for field in ("codebook", "rotate", "refine", "mixed_precision", "input_scale", "input_order"):
             value = getattr(config, field)
             check(not value, field, value, "left out: pruned weights are kept on a plain grid")
+        rounds = config.int8_on_cpu
+        check(rounds is not True, "int8_on_cpu", rounds, "'auto' or False: kernels of pruned weights round no inputs")

@@ -83,7 +83,7 @@ def test_quantize_saves_what_from_pretrained_loads(saved_llama, tmp_path, capsys
     assert main(command) == 0, capsys.readouterr().err
     assert "MB of weights" in capsys.readouterr().out
     model = AutoModelForCausalLM.from_pretrained(output)
-    assert model.model.layers[0].mlp.down_proj.format == AffineFormat(4, 32, False)
+    assert model.model.layers[0].mlp.down_proj.format == AffineFormat(4, 32, False, "auto")
     saved = json.loads((output / "config.json").read_text())["quantization_config"]
     assert (saved["method"], saved["calibration"]["num_samples"]) == ("awq", 4)
     assert AutoTokenizer.from_pretrained(output)("mill").input_ids

@@ -9,6 +9,7 @@ from helpers import tiny_model
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from hf_efficient import SparseConfig, WeightOnlyConfig
+from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.bitmap import BitmapFormat
 from hf_efficient.formats.sparse24 import Sparse24Format
 from hf_efficient.integrations.peft import merge_and_unload
@@ -62,7 +63,7 @@ def test_json_round_trip_and_overrides():
     )
     back = AutoQuantizationConfig.from_dict(json.loads(config.to_json_string()))
     assert type(back) is SparseConfig and back == config and back.weights == weights
-    assert back.for_module("a").format() == Sparse24Format(weights.format())
+    assert back.for_module("a").format() == Sparse24Format(AffineFormat(4, 32, False))
     assert back.for_module("b").format() == BitmapFormat(None, 0.5)
     assert back.for_module("c").weights == weights
     assert back.for_module("d").target() == Sparsity(0.7)
