@@ -37,7 +37,8 @@ def test_quantize_takes_presets_dtype_and_modules(made, tmp_path, monkeypatch):
     words = ["quantize", "tiny", "--output", str(tmp_path / "out"), "--config", "int8", "--dtype", "bfloat16"]
     assert main([*words, "--modules-to-not-convert", "layers.0", "*.v_proj"]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert model.dtype == torch.bfloat16 and model.model.layers[1].mlp.up_proj.format == AffineFormat(
+    assert model.dtype == torch.bfloat16
+    assert model.model.layers[1].mlp.up_proj.format == AffineFormat(8, -1, True, "auto")
         8, -1, True, "auto"
     )
     for name in ("layers.0.mlp.up_proj", "layers.1.self_attn.v_proj"):
