@@ -39,8 +39,6 @@ def test_quantize_takes_presets_dtype_and_modules(made, tmp_path, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.dtype == torch.bfloat16
     assert model.model.layers[1].mlp.up_proj.format == AffineFormat(8, -1, True, "auto")
-        8, -1, True, "auto"
-    )
     for name in ("layers.0.mlp.up_proj", "layers.1.self_attn.v_proj"):
         assert type(model.model.get_submodule(name)) is torch.nn.Linear
     assert load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"].dtype == torch.bfloat16
