@@ -2,7 +2,9 @@
 
 import copy
 import io
+import os
 import pickle
+import threading
 
 import pytest
 import torch
@@ -113,6 +115,25 @@ def test_a_thousand_tokens_take_one_capture(tmp_path, monkeypatch):
         assert len(made) == captures and not counters, counters
         with transformers_loop():
             assert torch.equal(model.generate(prompts, **options), output)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts the threads of Linux")
+@pytest.mark.parametrize("options", [{}, dict(use_cache=False), dict(prompt_lookup_num_tokens=2)])
+def test_a_call_gives_its_openmp_threads_back(options, folder):
+    """Those of another Python thread, which streams for example, would wait beside them."""
+    model, counts = AutoModelForCausalLM.from_pretrained(folder, quantization_config=CONFIGS["int4"]), []
+
+    def call():
+        torch.set_num_threads(3)
+        torch.ones(1 << 20).add_(1)
+        counts.append(len(os.listdir("/proc/self/task")))
+        model.generate(**left_padded_batch(), **GREEDY, **options)
+        counts.append(len(os.listdir("/proc/self/task")))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert counts[0] - counts[1] == 2
 
 
 def test_other_models_are_untouched(folder):

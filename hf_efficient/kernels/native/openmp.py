@@ -1,7 +1,9 @@
 """The OpenMP runtime that torch has loaded, whose threads the C++ kernels share."""
 
 import ctypes
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -38,6 +40,12 @@ def release_threads() -> None:
     Where there are more than CPUs they sleep between any two operators, which doubled the time of a served token. The
     calling thread gets new ones when it next computes. Other runtimes do not count them.
     """
+    if (pause := _pause()) is not None:
+        pause(1)  # soft: what was set stays
+
+
+@functools.cache
+def _pause() -> Callable[[int], int] | None:
     runtime = openmp_runtime()
-    if runtime is not None and Path(runtime).name.startswith(_GNU):
-        ctypes.CDLL(runtime).omp_pause_resource_all(1)  # soft: what was set stays
+    is_gnu = runtime is not None and Path(runtime).name.startswith(_GNU)
+    return getattr(ctypes.CDLL(runtime), "omp_pause_resource_all", None) if is_gnu else None
