@@ -8,10 +8,11 @@ import torch
 
 from hf_efficient.cache.bookkeeping.model_key import ModelKey, check_model
 from hf_efficient.cache.bookkeeping.prefix_tree import UNKNOWN
+from hf_efficient.cache.bookkeeping.recompute import rates_of
 from hf_efficient.cache.bookkeeping.row_tokens import Restored, mark_tokens
 from hf_efficient.cache.layer_groups import layer_types_of
 from hf_efficient.cache.prefix_hook import ForwardHook, columns_to_skip, is_plain
-from hf_efficient.cache.prefix_pool import LOWER, PrefixOffload, PrefixPool, form_of, rates_of, settled_tokens
+from hf_efficient.cache.prefix_pool import LOWER, PrefixOffload, PrefixPool, form_of, settled_tokens
 from hf_efficient.cache.stores.kv_formats import block_size_of
 from hf_efficient.cache.stores.memory_budget import check_pool_size, parse_bytes
 

@@ -3,8 +3,9 @@
 import torch
 
 from hf_efficient.cache.bookkeeping.prefix_tree import Node, PrefixTree
+from hf_efficient.cache.bookkeeping.recompute import Rates
 from hf_efficient.cache.bookkeeping.tensors import lazy_zeros, to_device
-from hf_efficient.cache.prefix_tiers import LowerTiers, PrefixOffload, rates_of  # noqa: F401
+from hf_efficient.cache.prefix_tiers import LowerTiers, PrefixOffload
 from hf_efficient.cache.stores.full_precision import PageStore
 from hf_efficient.cache.stores.memory_budget import bytes_per_block
 
@@ -21,7 +22,12 @@ class PrefixPool:
     """
 
     def __init__(
-        self, block_size: int, num_blocks: int | None, memory: int | None, offload: PrefixOffload | None, rates
+        self,
+        block_size: int,
+        num_blocks: int | None,
+        memory: int | None,
+        offload: PrefixOffload | None,
+        rates: Rates | None,
     ):
         self._memory, self._offload, self._rates = memory, offload, rates
         self.tree = PrefixTree(num_blocks or 0, block_size)
@@ -80,7 +86,8 @@ class PrefixPool:
                     new[0][1].beginning = [layer.store.beginning(b) for layer in layers]
                 if self.lower is not None:
                     self.lower.take_in(moves)
-                    copies = self._fill(layers, copies)  # before any of it leaves again
+                    self._fill(layers, copies)  # before any of it leaves again
+                    copies.clear()
                     beyond = [(node, table[number]) for number, node in new if node.tier > 0]
                     self.lower.take([layer.store.pages for layer in layers], beyond)
             self._fill(layers, copies)
@@ -88,13 +95,12 @@ class PrefixPool:
             self.forget()  # else the tree would name blocks that were not filled
             raise
 
-    def _fill(self, layers: list, copies: dict[int, int]) -> dict:
-        """Copies blocks of a cache's layers, by block of the pool. Returns what is left to copy: nothing."""
+    def _fill(self, layers: list, copies: dict[int, int]) -> None:
+        """Copies blocks of a cache's layers. copies: block of the pool -> block of the layers."""
         if copies:
             copy = _copier(copies)
             for layer, pools in zip(layers, self.pools):
                 copy(layer.store.pages, pools)
-        return {}
 
     def _make_pools(self, stores: list[PageStore]) -> None:
         """Empty pools of blocks like those of the layers."""

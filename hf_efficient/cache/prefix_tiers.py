@@ -138,16 +138,6 @@ def _packed(pages: list[dict[str, torch.Tensor]], blocks: list[int]) -> torch.Te
     return torch.cat(parts, 1)
 
 
-def rates_of(model, config) -> Rates:
-    """What a token costs: two operations for each weight of a linear layer, and four for each number of a key."""
-    weights = sum(
-        module.in_features * module.out_features for module in model.modules() if hasattr(module, "out_features")
-    )
-    heads = config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return Rates(2.0 * weights, 4.0 * config.num_hidden_layers * width)
-
-
 class _BlockFile:
     """A safetensors file with the tensor "blocks", uint8 [size, width]. Read and written block by block, and not
     mapped: so a disk without room is an error and not a signal."""

@@ -63,8 +63,7 @@ class ExpertOffload:
         Raises:
             ValueError: this object serves a model already; there are no experts that it can serve; their weights are on
                 the meta device or offloaded by accelerate; `device` for a model that a `device_map` spreads;
-                `device_memory` has no room for an expert a layer; a router
-                that "predicted" cannot ask.
+                `device_memory` has no room for an expert a layer; a router that "predicted" cannot ask.
         """
         if self._attached:
             raise ValueError("attach(): this ExpertOffload serves a model already: make another, or detach() first")

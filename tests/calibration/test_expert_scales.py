@@ -134,8 +134,9 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_whole_mixture(name, tmp_path):
+# random weights in 4 bits give an error of 0.25, in 8 bits 0.03, and with ranges of other tokens 0.05
+@pytest.mark.parametrize(("name", "bound"), [("awq", 0.35), ("smoothquant", 0.05), ("static", 0.09)])
+def test_a_whole_mixture(name, bound, tmp_path):
     """Calibrated, saved and loaded: the same logits, close to those of the original."""
     from transformers import AutoModelForCausalLM
 
@@ -145,7 +146,7 @@ def test_a_whole_mixture(name, tmp_path):
     ids = TOKENS[:2] + 1
     with torch.no_grad():
         logits, dense = model(ids).logits, tiny_model("qwen3_moe")(ids).logits
-    assert (logits - dense).norm() < 0.35 * dense.norm()
+    assert (logits - dense).norm() < bound * dense.norm()
     model.save_pretrained(tmp_path / "small")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
     with torch.no_grad():

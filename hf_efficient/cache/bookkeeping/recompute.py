@@ -54,5 +54,15 @@ class Rates:
         return chosen
 
 
+def rates_of(model, config) -> Rates:
+    """What a token costs: two operations for each weight of a linear layer, and four for each number of a key."""
+    weights = sum(
+        module.in_features * module.out_features for module in model.modules() if hasattr(module, "out_features")
+    )
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return Rates(2.0 * weights, 4.0 * config.num_hidden_layers * width)
+
+
 def _mean(old: float | None, new: float) -> float:
     return new if old is None else (1 - _WEIGHT) * old + _WEIGHT * new
