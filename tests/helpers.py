@@ -1,6 +1,9 @@
 """What the tests share: error measures with a reason, and tiny random models of many architectures."""
 
 import importlib.metadata
+import os
+import threading
+import time
 
 import pytest
 import torch
@@ -166,3 +169,30 @@ def threads(count: int):
     torch.set_num_threads(count)
     yield
     torch.set_num_threads(before)
+
+
+def openmp_threads_before_and_after(call, times: int = 1) -> list[tuple[int, int]]:
+    """How many threads a product of three starts beside its own, in a new thread of Python, and how many of them are
+    still there after `call()`. The rest of the process, where threads of other tests may end meanwhile, is not
+    counted; the kernel lists a thread for a moment after it was joined, which is waited for."""
+
+    def listed():
+        return set(os.listdir("/proc/self/task"))
+
+    def run():
+        for _ in range(times):
+            before = listed()
+            torch.set_num_threads(3)
+            torch.ones(1 << 20).add_(1)
+            started = listed() - before
+            call()
+            deadline = time.monotonic() + 30
+            while started & listed() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            counts.append((len(started), len(started & listed())))
+
+    counts = []
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return counts

@@ -1,15 +1,22 @@
 """A quantized model on a CPU generates fast by itself, and is otherwise what transformers takes it for."""
 
 import copy
+import functools
 import io
 import os
 import pickle
-import threading
 
 import pytest
 import torch
 from draft_models import Recorder
-from helpers import TINY_MODELS, left_padded_batch, needs_transformers, tiny_model, tiny_tokenizer
+from helpers import (
+    TINY_MODELS,
+    left_padded_batch,
+    needs_transformers,
+    openmp_threads_before_and_after,
+    tiny_model,
+    tiny_tokenizer,
+)
 from native_loop import NATIVE_LOOP, transformers_loop
 from torch import nn
 from torch._dynamo.utils import counters
@@ -121,19 +128,9 @@ def test_a_thousand_tokens_take_one_capture(tmp_path, monkeypatch):
 @pytest.mark.parametrize("options", [{}, dict(use_cache=False), dict(prompt_lookup_num_tokens=2)])
 def test_a_call_gives_its_openmp_threads_back(options, folder):
     """Those of another Python thread, which streams for example, would wait beside them."""
-    model, counts = AutoModelForCausalLM.from_pretrained(folder, quantization_config=CONFIGS["int4"]), []
-
-    def call():
-        torch.set_num_threads(3)
-        torch.ones(1 << 20).add_(1)
-        counts.append(len(os.listdir("/proc/self/task")))
-        model.generate(**left_padded_batch(), **GREEDY, **options)
-        counts.append(len(os.listdir("/proc/self/task")))
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-    assert counts[0] - counts[1] == 2
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=CONFIGS["int4"])
+    call = functools.partial(model.generate, **left_padded_batch(), **GREEDY, **options)
+    assert openmp_threads_before_and_after(call) == [(2, 0)]
 
 
 def test_other_models_are_untouched(folder):

@@ -3,13 +3,12 @@
 import os
 import subprocess
 import sys
-import threading
 
 import emulated
 import pytest
 import torch
 import torch.fx.experimental.proxy_tensor
-from helpers import assert_close
+from helpers import assert_close, openmp_threads_before_and_after
 
 from hf_efficient import WeightOnlyConfig
 from hf_efficient.kernels.linear import native_cpu
@@ -278,22 +277,9 @@ def test_one_pool_of_threads(kernels):
     assert runtimes == {openmp_runtime()}
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts the threads of Linux")
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="reads the threads of Linux")
 def test_threads_that_wait_are_given_back():
-    counts = []
-
-    def compute_and_release():
-        for _ in range(2):
-            torch.set_num_threads(3)
-            torch.ones(1 << 20).add_(1)
-            counts.append(len(os.listdir("/proc/self/task")))
-            release_threads()
-            counts.append(len(os.listdir("/proc/self/task")))
-
-    thread = threading.Thread(target=compute_and_release)
-    thread.start()
-    thread.join()
-    assert [a - b for a, b in zip(counts[::2], counts[1::2])] == [2, 2]
+    assert openmp_threads_before_and_after(release_threads, times=2) == [(2, 0), (2, 0)]
 
 
 def int8_layout(n=70, k=192):
