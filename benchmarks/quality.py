@@ -54,7 +54,7 @@ def rows() -> dict[str, dict | None]:
         best = {**WEIGHTS_ALONE, "bits": bits, "quality": "best"}
         table |= {
             f"int{bits} g64 best": best,
-            f"trellis {bits} bits best": {**best, "codebook": "trellis", "refine": True},
+            f"trellis {bits} bits best": {**best, "codebook": "trellis"},
         }
     for bits in (4, 3, 2):
         for group in (32, 64, 128):

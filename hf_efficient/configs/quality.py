@@ -59,7 +59,7 @@ def _method(given: dict[str, Any], quality: str) -> dict[str, Any]:
             return {"method": "rtn"}
         return {"method": "mse", "calibration": random_tokens() if calibration is None else calibration}
     tuned = "balanced" if quality == "fast" else quality
-    refines = given["refine"] or given["codebook"] is None
+    refines = given["refine"] or given["codebook"] is None or (given["codebook"], quality) == ("trellis", "best")
     text = own_text(tuned) if calibration is None else calibration
     return {"method": "gptq", "refine": refines, "calibration": text}
 

@@ -70,7 +70,8 @@ class WeightOnlyConfig(CompressionConfig):
             is left out. "fast" takes seconds and no text: "mse" with inputs from random tokens, "rtn" with 8 bits.
             Where such a model cannot be run while loading (several devices, tensor parallelism, no token ids as
             input), it is "hqq" with float zero points. "balanced" and "best" take minutes: "gptq" with `refine`, with
-            few and many windows of text. None is "balanced" where `calibration` is given, else "fast".
+            few and many windows of text (codebooks are refined by "best" with "trellis", else where `refine` says so).
+            None is "balanced" where `calibration` is given, else "fast".
         codebook ("nf4", "fp4", "mxfp4", "nvfp4", "kmeans", "trellis" or None; default None): codes are indices into a
             table instead of points of a grid. "nf4" (https://arxiv.org/abs/2305.14314) and "fp4" have 4 bits. "mxfp4"
             (https://arxiv.org/abs/2310.10537) and "nvfp4" are the FP4 of today's hardware, E2M1 with a scale for 32 or

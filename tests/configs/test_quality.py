@@ -26,6 +26,7 @@ CHOICES = [  # arguments -> (method, refine, group size, symmetric, zero point)
     ({"quality": "balanced"}, ("gptq", True, 64, False, "integer")),
     ({"quality": "best"}, ("gptq", True, 64, False, "integer")),
     ({"quality": "best", "codebook": "nf4"}, ("gptq", False, 64, False, "integer")),
+    ({"quality": "best", "codebook": "trellis"}, ("gptq", True, -1, False, "integer")),
 ]
 
 
