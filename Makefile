@@ -69,7 +69,8 @@ SANITIZER := g++ --param asan-instrumentation-with-call-threshold=0
 
 sanitize: $(STAMP)
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" \
-	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 CXX="$(SANITIZER)" HF_EFFICIENT_SANITIZE=address,undefined \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 CXX="$(SANITIZER)" \
+	HF_EFFICIENT_SANITIZE=address,undefined \
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --capture=sys --numprocesses 2 --dist loadfile \
 		--no-loadscope-reorder --timeout 900 $(SANITIZED) \
 		-k '($(SANITIZED_CASES)) and not ($(UNSANITIZED_TIERS)) and not ($(UNSANITIZED_CASES))'
