@@ -1,6 +1,7 @@
 """Wheel, sdist and editable installs hold and import everything."""
 
 import configparser
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from helpers import is_installed
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,3 +96,22 @@ def test_setup_cfg_lists_every_package():
     listed = set(config["options"]["packages"].split()) - {"optimum.commands.register"}  # it has no __init__.py
     present = {name.removesuffix("/__init__.py") for name in package_files() if name.endswith("/__init__.py")}
     assert listed == {name.replace("/", ".") for name in present}
+
+
+def test_lower_bounds_are_versions_that_tests_ran_with():
+    """Each `>=` that a user's install meets stands in the result file of an environment, with no failed test."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    extras = {name: text for name, text in config["options.extras_require"].items() if name not in ("dev", "docs")}
+    asked = "\n".join([config["options"]["install_requires"], *extras.values()]).split("\n")
+    found = [json.loads(path.read_text()) for path in (ROOT / "benchmarks/results/environments").glob("*.json")]
+    ran = [result["versions"] | {"python": result["python"]} for result in found if "versions" in result]
+    assert not any(result["failed"] for result in found if "versions" in result)
+    bounds = [Requirement(line) for line in filter(None, asked)]
+    bounds = {(each.name, spec.version) for each in bounds for spec in each.specifier if spec.operator == ">="}
+    bounds |= {("python", config["options"]["python_requires"].removeprefix(">="))}
+    assert len(bounds) > 10
+    for name, bound in bounds:
+        versions = {result[name] for result in ran if name in result}
+        lowest = min(map(Version, versions), default=None)
+        assert lowest and lowest.release[: len(Version(bound).release)] == Version(bound).release, (name, bound, lowest)

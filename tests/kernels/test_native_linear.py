@@ -1,6 +1,7 @@
 """The C++ kernels of packed weights, compiled here, against float64; and what happens where they cannot be compiled."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ from hf_efficient import WeightOnlyConfig
 from hf_efficient.kernels.linear import native_cpu
 from hf_efficient.kernels.linear.codes import pack_codes
 from hf_efficient.kernels.linear.weight_only import dequantize_weight, device_layout
-from hf_efficient.kernels.native import compiler, tiers
+from hf_efficient.kernels.native import build, compiler, tiers
 from hf_efficient.kernels.native.openmp import openmp_runtime, release_threads
 from hf_efficient.kernels.replay.recorder import Capture, _interpret
 
@@ -259,6 +260,14 @@ def test_compiled_once_for_all_processes(tmp_path):
     assert {path.name.split("-")[0] for path in written} == {"linear", "packing"}
     assert python(LAYER, HF_HOME=str(tmp_path)).stdout.strip() == "NativeCodesLayout"
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "hf_efficient" / "cpu").iterdir()} == written
+
+
+@pytest.mark.skipif(compiler.compiler() is None or tiers.tier() is tiers.TORCH, reason="nothing is compiled here")
+def test_compiled_once_for_all_installs(tmp_path, monkeypatch):
+    library = build.build("hadamard", compiler.compiler())
+    shutil.copytree(compiler.SOURCES, tmp_path / "native")
+    monkeypatch.setattr(compiler, "SOURCES", tmp_path / "native")
+    assert build.build("hadamard", compiler.compiler()) == library
 
 
 def test_a_folder_that_cannot_be_written_is_passed_by(tmp_path):

@@ -2,9 +2,9 @@
 wheel brings none for its tier.
 
 A library is compiled when a layer first needs it and stored in `$HF_HOME/hf_efficient/cpu` under a hash of the sources,
-the compiler and its flags, among them those of the tier (`tiers.py`): later processes only load it. It uses the threads
-of the OpenMP runtime that torch has loaded. Without a compiler (`$CXX`, else g++, c++ or clang++) callers use torch's
-operators, and one warning says so.
+the compiler and its flags, among them those of the tier (`tiers.py`): later processes of any environment only load it.
+It uses the threads of the OpenMP runtime that torch has loaded. Without a compiler (`$CXX`, else g++, c++ or clang++)
+callers use torch's operators, and one warning says so.
 
 `$HF_EFFICIENT_SANITIZE` names sanitizers to compile with, such as `address,undefined`; such libraries have hashes of
 their own, and the process ends at the first finding. `make sanitize` shows how to start such a process.
@@ -56,7 +56,8 @@ def build(name: str, command: list[str], **definitions: int) -> Path:
     runtime = openmp_runtime()
     if runtime is None:
         raise RuntimeError("torch has loaded no OpenMP runtime")
-    stamp = command, LIBRARIES, program.stat().st_mtime_ns, Path(runtime).name, compiler.sources_hash()
+    asked = [argument.replace(str(compiler.SOURCES), "") for argument in command]  # the same in every environment
+    stamp = asked, LIBRARIES, program.stat().st_mtime_ns, Path(runtime).name, compiler.sources_hash()
     key = hashlib.sha256(repr(stamp).encode()).hexdigest()[:24]
     library = Path(HF_HOME) / "hf_efficient" / "cpu" / f"{name}-{platform.machine()}-{key}.so"
     if library.exists():
