@@ -142,16 +142,29 @@ def test_other_models_are_untouched(folder):
     assert type(model) is LlamaForCausalLM and generated_as_transformers(model).shape == (1, 16)
 
 
-def test_copies_and_pickles(folder, replays):
-    model = load(folder)
-    output = model.generate(IDS, **GREEDY)
+def unpickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved_and_loaded(model):
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)):
-        replays.clear()
-        assert type(other) is type(model)
-        assert torch.equal(other.generate(IDS, **GREEDY), output) and sum(replays) == sum(FORWARDS)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, unpickled, saved_and_loaded])
+def test_copies_and_pickles(copied, folder, replays):
+    try:
+        copied(load(folder, None))
+    except AttributeError as error:  # kernels 0.16, which axolotl installs, makes local classes
+        pytest.skip(f"a model of transformers alone cannot be copied so in this environment: {error}")
+    model = load(folder)
+    output = model.generate(IDS, **GREEDY)
+    replays.clear()
+    other = copied(model)
+    assert type(other) is type(model)
+    assert torch.equal(other.generate(IDS, **GREEDY), output) and sum(replays) == sum(FORWARDS)
 
 
 def test_pipeline(folder, replays):
