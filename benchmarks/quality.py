@@ -52,7 +52,7 @@ def rows() -> dict[str, dict | None]:
     table["int4 g64 balanced, own text"] = {**OWN_TEXT, "bits": 4, "quality": "balanced"}
     for bits in (4, 3, 2):
         best = {**WEIGHTS_ALONE, "bits": bits, "quality": "best"}
-        table |= {f"int{bits} g64 best": best, f"trellis {bits} bits best": {**best, "codebook": "trellis"}}
+        table |= {f"int{bits} best": best, f"trellis {bits} bits best": {**best, "codebook": "trellis"}}
     for bits in (4, 3, 2):
         for group in (32, 64, 128):
             for name in ("rtn", "mse", "hqq", "gptq", "awq"):

@@ -29,6 +29,7 @@ METHODS = {
     "w8a8 fp8 dynamic": "FP8 weights and activations",
     "trellis 4 bits gptq refine": "trellis of 4 bits, GPTQ and `refine=True`",
     "trellis 4 bits gptq": "trellis of 4 bits, GPTQ",
+    "int4 g32 gptq refine": 'int4 in groups of 32, GPTQ and `refine=True` (`quality="best"`)',
     "int4 g64 gptq refine": "int4, GPTQ and `refine=True`",
     "int4 g64 balanced, own text": 'int4, `quality="balanced"`, text of its own',
     "int4 g64 awq": "int4, AWQ",

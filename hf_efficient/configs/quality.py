@@ -34,7 +34,8 @@ def choose(given: dict[str, Any], quality: str | None) -> dict[str, Any]:
     if given["group_size"] == AUTO:
         fixed = BLOCK_SIZES | {"trellis": -1}
         name = codebook if isinstance(codebook, str) else None  # anything else is refused later
-        chosen["group_size"] = _OWN_GROUPS.get(own) or fixed.get(name, -1 if bits == 8 else 64)
+        of_grids = -1 if bits == 8 else 32 if quality == "best" and codebook is None else 64
+        chosen["group_size"] = _OWN_GROUPS.get(own) or fixed.get(name, of_grids)
     if given["rotate"] == AUTO:
         chosen["rotate"] = codebook == "trellis"
     if given["int8_on_cpu"] == AUTO and (own or codebook is not None):

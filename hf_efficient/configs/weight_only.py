@@ -53,8 +53,8 @@ class WeightOnlyConfig(CompressionConfig):
             codebook="trellis" 2, 2.5, 3, 3.5 or 4, with method="pb_llm" 1.
         group_size (int or None; default "auto"): weights that share a scale: a positive multiple of 8, -1 for one group
             per output channel, None for one scale for the whole tensor. "auto" is -1 with 8 bits or a trellis, 32
-            with "mxfp4", 16 with "nvfp4", 128 with method="billm", -1 with "pb_llm", else 64. On CPU the fast kernels
-            take -1 with 8 bits, and multiples of 32 with 4 bits.
+            with "mxfp4" or quality="best", 16 with "nvfp4", 128 with method="billm", -1 with "pb_llm", else 64. On CPU
+            the fast kernels take -1 with 8 bits, and multiples of 32 with 4 bits.
         symmetric (bool; default "auto"): zero is the middle of the grid and no zero point is stored. False stores a
             zero point per group. "auto" is True with 8 bits and group_size="auto".
         method (str; default "auto"): how codes, scales and zero points are chosen; a file of `hf_efficient/methods`,
@@ -70,8 +70,8 @@ class WeightOnlyConfig(CompressionConfig):
             is left out. "fast" takes seconds and no text: "mse" with inputs from random tokens, "rtn" with 8 bits.
             Where such a model cannot be run while loading (several devices, tensor parallelism, no token ids as
             input), it is "hqq" with float zero points. "balanced" and "best" take minutes: "gptq" with `refine`, with
-            few and many windows of text (codebooks are refined by "best" with "trellis", else where `refine` says so).
-            None is "balanced" where `calibration` is given, else "fast".
+            few and many windows of text (codebooks are refined by "best" with "trellis", else where `refine` says so);
+            "best" has groups of 32. None is "balanced" where `calibration` is given, else "fast".
         codebook ("nf4", "fp4", "mxfp4", "nvfp4", "kmeans", "trellis" or None; default None): codes are indices into a
             table instead of points of a grid. "nf4" (https://arxiv.org/abs/2305.14314) and "fp4" have 4 bits. "mxfp4"
             (https://arxiv.org/abs/2310.10537) and "nvfp4" are the FP4 of today's hardware, E2M1 with a scale for 32 or

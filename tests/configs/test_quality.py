@@ -24,7 +24,9 @@ CHOICES = [  # arguments -> (method, refine, group size, symmetric, zero point)
     ({"refine": True}, ("gptq", True, 64, False, "integer")),
     ({"quality": "fast", "calibration": TEXT}, ("mse", False, 64, False, "integer")),
     ({"quality": "balanced"}, ("gptq", True, 64, False, "integer")),
-    ({"quality": "best"}, ("gptq", True, 64, False, "integer")),
+    ({"quality": "best"}, ("gptq", True, 32, False, "integer")),
+    ({"quality": "best", "bits": 8}, ("gptq", True, -1, True, "integer")),
+    ({"quality": "best", "group_size": 64}, ("gptq", True, 64, False, "integer")),
     ({"quality": "best", "codebook": "nf4"}, ("gptq", False, 64, False, "integer")),
     ({"quality": "best", "codebook": "trellis"}, ("gptq", True, -1, False, "integer")),
 ]
