@@ -17,7 +17,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
-		$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+		$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 40
 
 # The native kernels' numeric tests in the tiers of ARM: cross-compiled here, run by qemu (tests/emulated.py). Without
 # both they are skipped: apt-get install g++-aarch64-linux-gnu qemu-user. Left out is what takes long and adds nothing
