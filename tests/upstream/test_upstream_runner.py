@@ -89,6 +89,17 @@ def test_a_run_without_tests_is_no_success(conftest, tmp_path):
     assert not (tmp_path / "output" / "plain" / "toy.jsonl").exists()
 
 
+def test_tests_that_all_fail_anyway_compare_nothing(tmp_path):
+    (tmp_path / "src" / "transformers").mkdir(parents=True)
+    kept = tmp_path / "output" / "plain" / "toy.jsonl"
+    kept.parent.mkdir(parents=True)
+    ends = [("test_one", "skipped"), ("test_two", "failed")]
+    kept.write_text("".join(json.dumps(dict(test=test, outcome=end, message="")) + "\n" for test, end in ends))
+    arguments = [tmp_path, "--output", tmp_path / "output", "--modes", "import", "--targets", "toy"]
+    run = subprocess.run([sys.executable, FOLDER / "run.py", *arguments], capture_output=True, text=True)
+    assert run.returncode == 1 and "toy: no test passes without hf_efficient" in run.stderr, run.stdout + run.stderr
+
+
 @pytest.fixture
 def records(monkeypatch):
     """What the twins of every `generate()` record."""
