@@ -12,6 +12,24 @@ SWITCH_ROPE = {
     "transformers.models.phimoe.modeling_phimoe": "PhimoeForCausalLM",
 }
 
+# Models of text beside images or sound, by module. What this file says of them holds in all supported releases: a step
+# after the prompt reads token ids and positions, each one more than the last, and none of `MEDIA_INPUTS`. Where their
+# `prepare_inputs_for_generation` is their own, it leaves these out and does nothing else.
+READS_MEDIA = {
+    "transformers.models.gemma3.modeling_gemma3": "Gemma3ForConditionalGeneration",
+    "transformers.models.llava.modeling_llava": "LlavaForConditionalGeneration",
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "transformers.models.qwen2_vl.modeling_qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "transformers.models.voxtral.modeling_voxtral": "VoxtralForConditionalGeneration",
+}
+# Arguments of `generate()` that only the forward of a prompt with images or sound reads.
+MEDIA_INPUTS = (
+    "pixel_values", "pixel_values_videos", "image_sizes", "image_grid_thw", "video_grid_thw", "second_per_grid_ts",
+    "input_features", "token_type_ids", "mm_token_type_ids", "mm_encoder_outputs",
+)  # fmt: skip
+# Attributes that such a prompt leaves in the model, and steps with positions of their own do not read.
+LEFT_BY_PROMPTS = ("rope_deltas",)
+
 
 def can_use_attention(model, name: str) -> bool:
     """Whether `model.set_attn_implementation(name)` would be accepted."""

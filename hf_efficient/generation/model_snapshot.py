@@ -2,6 +2,7 @@
 
 import enum
 import functools
+import inspect
 import logging
 import os
 import re
@@ -14,11 +15,13 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
+from hf_efficient.integrations.transformers_loop import LEFT_BY_PROMPTS
+
 
 _ATOMS = (
     type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), type(NotImplemented), enum.Enum,
     os.PathLike, re.Pattern, type, types.ModuleType, types.BuiltinFunctionType, torch.dtype, torch.device, torch.Size,
-    torch.layout, torch.memory_format, torch._ops.OpOverload, torch._ops.OpOverloadPacket,
+    torch.layout, torch.memory_format, torch._ops.OpOverload, torch._ops.OpOverloadPacket, inspect.Signature,
 )  # fmt: skip
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _UNUSED_BY_FORWARDS = (GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin, logging.Logger, weakref.ref)
@@ -132,9 +135,10 @@ class ModelSnapshot:
         self._note_class(module)
         is_root, is_ours = module is self._model(), _is_ours(module)
         is_compressed = is_ours and hasattr(module, "compressed_weights")
-        attributes = self._own if is_root else dict(vars(module))
+        attributes = self._own if is_root else _read(vars(module))
         if not is_root:
-            self._live.append(vars(module))
+            has_others = len(attributes) < len(vars(module))
+            self._live.append(_ReadAttributes(module) if has_others else vars(module))
             self._frozen.append(attributes)
         for name in _READ_BY_FORWARDS:
             self._hold(attributes[name], visit=not is_compressed)
@@ -214,6 +218,21 @@ class ModelSnapshot:
         self._names.setdefault(id(space), (space, {}))[1][name] = value
         if isinstance(value, (types.FunctionType, functools.partial)) and not _is_foreign(value):
             self._visit(value)
+
+
+class _ReadAttributes:
+    """Equal to what `_read` gives of the attributes of `module`, as long as they stay what they are."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+    def __eq__(self, other: dict) -> bool:
+        return _read(vars(self.module)) == other
+
+
+def _read(attributes: dict) -> dict:
+    """The attributes of a module that steps after a prompt read."""
+    return {name: value for name, value in attributes.items() if name not in LEFT_BY_PROMPTS}
 
 
 _ENGINE = ("transformers.modeling_utils", "transformers.generation", "transformers.integrations", "transformers.utils")

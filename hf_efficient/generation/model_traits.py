@@ -8,7 +8,7 @@ from transformers import GenerationMixin
 from hf_efficient.cache.bookkeeping.model_key import rope_types
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.integrations.transformers_compat import attention_of, cache_name
-from hf_efficient.integrations.transformers_loop import LOOP_STEPS, SWITCH_ROPE
+from hf_efficient.integrations.transformers_loop import LOOP_STEPS, READS_MEDIA, SWITCH_ROPE
 from hf_efficient.kernels.attention.api import ATTENTION_NAMES
 
 
@@ -70,6 +70,11 @@ def reads_encoder(model) -> bool:
     return model.config.is_encoder_decoder or "encoder_outputs" in inspect.signature(model.forward).parameters
 
 
+def reads_media(model) -> bool:
+    """Whether the model reads images or sound in its prompt, and is known to read text alone after it."""
+    return any(READS_MEDIA.get(cls.__module__) == cls.__name__ for cls in type(model).__mro__)
+
+
 def kind_of_encoder_decoder(model) -> str | None:
     """Of those whose positions are known, as in "bart"; None for other models."""
     return next((kind for cls in type(model).__mro__ if (kind := _ENCODER_DECODERS.get(cls.__module__))), None)
@@ -129,8 +134,9 @@ def overrides_steps(model) -> str:
             continue
         if not (module or "").startswith("transformers.models."):
             return "user"
+        is_known = cls.__name__ in (SWITCH_ROPE.get(module), READS_MEDIA.get(module))
         # Whisper's own step gives positions where the decoder's prompts are padded, which is left to it anyway
-        if SWITCH_ROPE.get(module) != cls.__name__ and kind_of_encoder_decoder(model) != "whisper":
+        if not is_known and kind_of_encoder_decoder(model) != "whisper":
             return "transformers"
     return ""
 

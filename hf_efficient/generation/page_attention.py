@@ -8,7 +8,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_efficient.cache.encoder_decoder_cache import EncoderDecoderPagedCache, encoder_decoder_config
 from hf_efficient.cache.over_pages import over_pages
 from hf_efficient.cache.paged_cache import PagedCache
-from hf_efficient.generation.model_traits import check_ragged, decoder_config, has_distance_bias, reads_encoder
+from hf_efficient.generation.model_traits import (
+    check_ragged,
+    decoder_config,
+    has_distance_bias,
+    reads_encoder,
+    reads_media,
+)
 from hf_efficient.generation.replay.captured_forward import is_watched
 from hf_efficient.integrations.transformers_compat import attention_of, cache_name
 from hf_efficient.integrations.transformers_loop import can_use_attention, takes_position_bias
@@ -34,10 +40,10 @@ def attention_functions(config) -> tuple:
 
 
 def can_replace_sdpa(model) -> bool:
-    """Whether ours can stand in for the model's "sdpa": transformers' own, in a text decoder that takes flash, or
-    beside an encoder."""
+    """Whether ours can stand in for the model's "sdpa": transformers' own, in a text decoder that takes flash, beside
+    an encoder, or after a prompt with images or sound."""
     config = decoder_config(model)
-    if attention_of(config) != "sdpa" or model.config is not config:
+    if attention_of(config) != "sdpa" or not (model.config is config or reads_media(model)):
         return False
     takes_ours = takes_position_bias() if has_distance_bias(model) else can_use_attention(model, ATTENTION_NAMES[0])
     if not takes_ours:

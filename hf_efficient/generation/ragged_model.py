@@ -10,12 +10,13 @@ from torch.nn.functional import pad
 from hf_efficient.cache.bookkeeping.forward_plan import tree_mask
 from hf_efficient.cache.bookkeeping.tensors import to_device
 from hf_efficient.generation.encoder_reading import EncoderReading
-from hf_efficient.generation.model_traits import decoder_layers, reads_encoder, unmasked_layers
+from hf_efficient.generation.media_prompt import prefill_media
+from hf_efficient.generation.model_traits import decoder_layers, reads_encoder, reads_media, unmasked_layers
 from hf_efficient.generation.replay.captured_forward import CapturedForward, is_being_watched, padded
 from hf_efficient.generation.replay.captured_prompt import CapturedPrompt
 from hf_efficient.generation.replay.graph_forward import captured_forward_of
 from hf_efficient.integrations.transformers_compat import attention_of, cache_name
-from hf_efficient.integrations.transformers_loop import limits_logits, prefill
+from hf_efficient.integrations.transformers_loop import MEDIA_INPUTS, limits_logits, prefill
 
 
 GROUP_TOKENS = 256  # of prompts that a CPU runs together: larger groups take as long a token
@@ -90,7 +91,11 @@ class RaggedModel:
         self._prepare_captures(model_kwargs)
         groups = self._groups(model_kwargs)
         lengths = self._lengths_to_replay(model_kwargs, generation_config)
-        if lengths:
+        if self.extra and reads_media(self.model) and self.cache.reads_pages:
+            with self._collecting_hidden():
+                logits = prefill_media(self.model, self.cache, input_ids, generation_config, model_kwargs)
+            self.extra = {key: value for key, value in self.extra.items() if key not in MEDIA_INPUTS}
+        elif lengths:
             logits = self._prefill_replayed(lengths, input_ids, generation_config, model_kwargs)
         elif len(groups) > 1:
             logits = self._prefill_groups(groups, input_ids, generation_config, model_kwargs)

@@ -7,12 +7,13 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from hf_efficient.generation.drafters.base import Drafter
+from hf_efficient.generation.model_traits import reads_media
 from hf_efficient.generation.sequences import Sequences, is_left_padded, longest
 from hf_efficient.generation.source import Source
 from hf_efficient.generation.speculation.options import Speculation, chosen
 from hf_efficient.generation.speculation.proposal import MAX_NODES
 from hf_efficient.integrations.transformers_compat import cache_name
-from hf_efficient.integrations.transformers_loop import pad_token_id
+from hf_efficient.integrations.transformers_loop import MEDIA_INPUTS, pad_token_id
 
 
 @dataclass
@@ -106,6 +107,13 @@ class GenerationRequest:
     @functools.cached_property
     def is_left_padded(self) -> bool:
         return is_left_padded(self.input_ids, {**self.model_kwargs, "attention_mask": self.attention_mask})
+
+    @property
+    def unknown_inputs(self) -> list[str]:
+        """Inputs of a model of images or sound of which it is not known that only its prompt reads them."""
+        known = {*MEDIA_INPUTS, "attention_mask", "position_ids", "use_cache", "logits_to_keep", self.cache_name}
+        given = [name for name, value in self.model_kwargs.items() if value is not None and name not in known]
+        return given if reads_media(self.model) else []
 
     @property
     def returns_dict(self) -> bool:

@@ -13,6 +13,7 @@ from hf_efficient.generation.model_traits import (
     exact_length,
     overrides_steps,
     reads_encoder,
+    reads_media,
 )
 from hf_efficient.generation.replay.captured_forward import DTYPES, MAX_TOKENS, is_being_watched, why_not_captured
 from hf_efficient.generation.request import GenerationRequest
@@ -42,7 +43,8 @@ def serves(request: GenerationRequest) -> bool:
         or not config.use_cache
         or config.cache_implementation not in _CACHES
         or (cache is not None and (is_users_cache(cache) or cache.get_seq_length()))
-        or not is_text_decoder(model)
+        or not writes_text_alone(model)
+        or request.unknown_inputs
         or request.input_ids.dim() != 2
         or 0 in request.input_ids.shape
         or not request.is_left_padded
@@ -66,7 +68,7 @@ def why_not(model) -> str | None:
         return str(error)
     if reads_encoder(model) and model.device.type != "cpu":
         return "the native loop runs encoder-decoders on CPUs alone"
-    if not is_text_decoder(model):
+    if not writes_text_alone(model):
         return "the native loop takes text decoders, and this model reads something else, too"
     if (reason := why_not_captured(model)) is not None:
         return reason
@@ -78,10 +80,9 @@ def why_not(model) -> str | None:
     return None
 
 
-def is_text_decoder(model) -> bool:
-    """Whether its decoder reads text alone, or beside it an encoder's output: images and sound in its own prompt have
-    inputs of their own."""
-    return decoder_config(model) is model.config
+def writes_text_alone(model) -> bool:
+    """Whether steps after the prompt are known to read text alone, or beside it an encoder's output."""
+    return decoder_config(model) is model.config or reads_media(model)
 
 
 def reads_source_in_place(request: GenerationRequest) -> bool:

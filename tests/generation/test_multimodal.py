@@ -1,0 +1,108 @@
+"""Models that read images or sound: in the native loop and under speculation, tokens as transformers gives them."""
+
+import copy
+
+import pytest
+import torch
+from draft_models import drafting
+from helpers import tiny_model
+from multimodal_models import MODELS, multimodal_inputs, multimodal_model
+from native_loop import NATIVE_LOOP, noted_answers
+
+from hf_efficient import PromptLookup, Speculation, TokenRecycling, enable_speculation, optimize
+from hf_efficient.generation import model_state, served
+from hf_efficient.generation.replay.captured_forward import CapturedForward
+
+
+pytestmark = NATIVE_LOOP
+OPTIONS = dict(max_new_tokens=14, do_sample=False)
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Whether each forward after the prompts ran captured."""
+    calls, call = [], CapturedForward.__call__
+
+    def wrapper(self, *args):
+        outputs = call(self, *args)
+        calls.append(outputs is not None)
+        return outputs
+
+    monkeypatch.setattr(CapturedForward, "__call__", wrapper)
+    return calls
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens(name, monkeypatch, replays):
+    """Plain and with drafters. One cache and its captures serve all calls, whatever the prompts leave in the model."""
+    plain, answers = multimodal_model(name), noted_answers(monkeypatch)
+    model = enable_speculation(copy.deepcopy(plain))
+    draft = drafting(tiny_model("llama", vocab_size=96))
+    lookup, tree = Speculation(PromptLookup(), adaptive=False), Speculation(TokenRecycling(), adaptive=False)
+    for rows in (1, 3, 8):
+        inputs = multimodal_inputs(name, rows)
+        expected = plain.generate(**inputs, **OPTIONS)
+        for drafter in (None, None, draft, lookup, tree):
+            replays.clear()
+            assert torch.equal(model.generate(**inputs, **OPTIONS, assistant_model=drafter), expected), (rows, drafter)
+            assert any(replays) or drafter is not None
+    assert answers == [True] * 6
+    assert served.why_not(model) is None and len(model_state.latest(model).pool.entries) == 1
+
+
+@pytest.mark.parametrize(
+    "name, attention", [("llava", "eager"), ("qwen2_5_vl", "flash_paged"), ("voxtral", "flash_paged")]
+)
+def test_other_attentions(name, attention):
+    plain = multimodal_model(name)
+    model, inputs = enable_speculation(copy.deepcopy(plain)), multimodal_inputs(name, 3)
+    model.set_attn_implementation({"text_config": attention})
+    expected = plain.generate(**inputs, **OPTIONS)
+    assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
+    assert torch.equal(model.generate(**inputs, **OPTIONS, prompt_lookup_num_tokens=4), expected)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3"])
+def test_other_calls(name, monkeypatch):
+    """Samples with transformers' random numbers, several of one prompt; sequences that end; text alone; dicts."""
+    plain, answers = multimodal_model(name), noted_answers(monkeypatch)
+    model, inputs = optimize(copy.deepcopy(plain)), multimodal_inputs(name, 3)
+    longest = plain.generate(**inputs, **OPTIONS)
+    calls = [
+        dict(do_sample=True, num_return_sequences=2, max_new_tokens=12),
+        dict(OPTIONS, eos_token_id=int(longest[1, -8])),
+        dict(OPTIONS, repetition_penalty=1.3),
+        dict(OPTIONS, return_dict_in_generate=True, output_logits=True),
+    ]
+    texts = [inputs] * len(calls) + [{key: inputs[key] for key in ("input_ids", "attention_mask")}]
+    for given, call in zip(texts, [*calls, OPTIONS]):
+        found = []
+        for each in (plain, model):
+            torch.manual_seed(5)
+            found.append(each.generate(**given, **call))
+        if call.get("return_dict_in_generate"):
+            torch.testing.assert_close(found[1].logits, found[0].logits, rtol=1e-4, atol=1e-4)
+            found = [each.sequences for each in found]
+        assert torch.equal(*found), call
+    assert answers == [True] * 5
+
+
+def test_what_stays_with_transformers(monkeypatch):
+    """Inputs of which it is not known what reads them, and a subclass with a step of its own."""
+    model, answers = enable_speculation(multimodal_model("llava")), noted_answers(monkeypatch)
+    inputs = multimodal_inputs("llava", 1)
+    embeddings = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    model.generate(inputs["input_ids"], inputs_embeds=embeddings, **OPTIONS)
+    kind = type(model)
+
+    class Own(kind):
+        def prepare_inputs_for_generation(self, *args, **kwargs):
+            return super().prepare_inputs_for_generation(*args, **kwargs)
+
+    model.__class__ = Own
+    assert "overrides a step" in served.why_not(model)
+    with pytest.raises(ValueError, match="overrides a step"):
+        model.generate(**inputs, **OPTIONS, prompt_lookup_num_tokens=3)
+    model.__class__ = kind
+    model.generate(**inputs, **OPTIONS)
+    assert answers == [False, True]
