@@ -79,7 +79,9 @@ def multimodal_inputs(name: str, rows: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     prompts = []
     for row in range(rows):
-        before, after = (torch.randint(8, 96, (n,), generator=generator).tolist() for n in (1 + row % 3, 9 - 2 * (row % 4)))
+        before, after = (
+            torch.randint(8, 96, (n,), generator=generator).tolist() for n in (1 + row % 3, 9 - 2 * (row % 4))
+        )
         media = [6, *[4] * (2 * (1 + row % 2)), 7] if name.startswith("qwen") else [6, *[4] * 4, 7]
         prompts.append([*before, *media, *after])
     width = max(map(len, prompts))

@@ -45,7 +45,8 @@ def can_replace_sdpa(model) -> bool:
     config = decoder_config(model)
     if attention_of(config) != "sdpa" or not (model.config is config or reads_media(model)):
         return False
-    takes_ours = takes_position_bias() if has_distance_bias(model) else can_use_attention(model, ATTENTION_NAMES[0])
+    part = model.get_decoder() if reads_media(model) else model  # only prompts need masks for images
+    takes_ours = takes_position_bias() if has_distance_bias(model) else can_use_attention(part, ATTENTION_NAMES[0])
     if not takes_ours:
         return False
     return attention_functions(config) == tuple(registry[ATTENTION_NAMES[0]] for registry in _REGISTRIES)
