@@ -1,13 +1,15 @@
 """transformers' `generate()`: a loaded model gets speculation at any batch size, and the native loop."""
 
+import copy
 from dataclasses import replace
 from functools import cache, wraps
 
 from transformers import GenerationMixin, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
 from hf_efficient.generation import decode, model_state, served
-from hf_efficient.generation.model_traits import check_ragged
+from hf_efficient.generation.model_traits import check_ragged, has_states
 from hf_efficient.generation.output import without_statistics
 from hf_efficient.generation.replay.captured_forward import DTYPES
 from hf_efficient.generation.request import GenerationRequest
@@ -52,11 +54,15 @@ class SpeculativeGenerationMixin:
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
         speculation = chosen(generation_mode_kwargs.get("assistant_model"), generation_config, self)
         kwargs = {name: value for name, value in generation_mode_kwargs.items() if name != "assistant_model"}
-        if speculation is not None and speculation.model is not None:  # transformers knows models only
-            kwargs["assistant_model"] = speculation.model
-        super()._validate_generation_mode(generation_mode, generation_config, kwargs)
         if speculation is not None:
             served.check_mode(generation_config)
+            if speculation.model is not None:  # transformers knows models only
+                kwargs["assistant_model"] = speculation.model
+            generation_config = copy.copy(generation_config)
+            generation_config.num_return_sequences = 1  # of each prompt several are copies of it here
+            if has_states(self):  # which transformers cannot take back
+                generation_mode = GenerationMode.SAMPLE
+        super()._validate_generation_mode(generation_mode, generation_config, kwargs)
 
     @_gives_threads_back
     def _sample(self, *args, **kwargs):
@@ -77,6 +83,7 @@ class SpeculativeGenerationMixin:
         if config.use_mtp and assistant_model is None and request.batch_size > 1:  # which transformers does not take
             return decode.run(replace(request, draft="mtp"))
         if config.use_mtp or config.speculation_type == "dflash" or self._is_left_to_transformers(request):
+            super()._validate_generation_mode(GenerationMode.ASSISTED_GENERATION, config, {})
             return super()._assisted_decoding(
                 *args,
                 inputs_tensor=inputs_tensor,

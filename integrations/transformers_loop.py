@@ -22,6 +22,21 @@ READS_MEDIA = {
     "transformers.models.qwen2_vl.modeling_qwen2_vl": "Qwen2VLForConditionalGeneration",
     "transformers.models.voxtral.modeling_voxtral": "VoxtralForConditionalGeneration",
 }
+# Models, by module, in which some layers have a recurrent state. Modules with a convolution read and write it: given
+# one token, they do what a step of `generate()` does.
+HAS_STATES = {
+    "transformers.models.falcon_h1.modeling_falcon_h1": "FalconH1ForCausalLM",
+    "transformers.models.jamba.modeling_jamba": "JambaForCausalLM",
+    "transformers.models.lfm2.modeling_lfm2": "Lfm2ForCausalLM",
+    "transformers.models.qwen3_next.modeling_qwen3_next": "Qwen3NextForCausalLM",
+}
+# The same where all layers have one: they take no positions, and their cache by this name.
+STATES_ALONE = {
+    "transformers.models.falcon_mamba.modeling_falcon_mamba": "FalconMambaForCausalLM",
+    "transformers.models.mamba.modeling_mamba": "MambaForCausalLM",
+    "transformers.models.mamba2.modeling_mamba2": "Mamba2ForCausalLM",
+}
+STATES_NAME = "cache_params"
 # Arguments of `generate()` that only the forward of a prompt with images or sound reads.
 MEDIA_INPUTS = (
     "pixel_values", "pixel_values_videos", "image_sizes", "image_grid_thw", "video_grid_thw", "second_per_grid_ts",

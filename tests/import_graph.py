@@ -12,8 +12,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_IMPORTS = 9  # of ours, in one file
-# the longest chain of imports inside a room; the topmost file of the cache holds a `PagedCache` beside cross attention
-MOST_FLOORS = {"cache": 8, "generation": 11}
+# the longest chain of imports inside a room; the topmost file of the cache holds a `PagedCache` beside cross attention,
+# and in generation the kinds of `RaggedModel` stand between it and the drafters
+MOST_FLOORS = {"cache": 8, "generation": 12}
 
 _SHELF = {"flash_paged": "kernels/flash-paged", "efficient_linear": "kernels/efficient-linear"}
 

@@ -51,6 +51,8 @@ class DecodeStepMixin:
         state.check_idle()
         if self.eviction is not None:
             raise RuntimeError("decode_step() is not possible with PagedCache(eviction=...): its blocks move")
+        if self.recurrent_layers:
+            raise RuntimeError("decode_step() is not possible with layers that have a recurrent state")
         if not state.reads_pages:
             raise RuntimeError(
                 f"decode_step() needs attn_implementation='flash_paged' and a model whose attention reads pages, not "
@@ -94,8 +96,8 @@ class DecodeStepMixin:
     @property
     def takes_trees(self) -> bool:
         """Whether `token_tree` and `keep` are possible: not with `eviction`, nor with int4 and int2 pages, whose tokens
-        are quantized in groups."""
-        return self.eviction is None and self.kv_format not in ("int4", "int2")
+        are quantized in groups, nor with layers that have a recurrent state."""
+        return self.eviction is None and self.kv_format not in ("int4", "int2") and not self.recurrent_layers
 
     @contextmanager
     def token_tree(self, seen: torch.Tensor) -> Iterator[None]:
@@ -111,9 +113,10 @@ class DecodeStepMixin:
         Raises ValueError when not `takes_trees`.
         """
         if not self.takes_trees:
+            others = ", eviction=..." if self.eviction is not None else ""
             raise ValueError(
-                "a token tree needs a PagedCache without eviction whose pages are in the model's dtype, int8 or fp8, "
-                f"not kv_format={self.kv_format!r}{', eviction=...' if self.eviction is not None else ''}"
+                "a token tree needs a PagedCache of attention layers, without eviction, whose pages are in the model's "
+                f"dtype, int8 or fp8, not kv_format={self.kv_format!r}{others}"
             )
         for state in self.states:
             state.tree = seen

@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache
 from hf_efficient.cache.bookkeeping.row_tokens import RowTokens
 from hf_efficient.cache.decode_step import DecodeStepMixin
 from hf_efficient.cache.eviction.base import EvictionPolicy
-from hf_efficient.cache.layer_groups import CHUNKED, FULL, SLIDING, dummy_layer, group_layers
+from hf_efficient.cache.layer_groups import group_layers, make_layers, recurrent_of
 from hf_efficient.cache.moves import MovesMixin
 from hf_efficient.cache.paged_layer import PagedLayer
 from hf_efficient.cache.stats import CacheStats
@@ -29,6 +29,9 @@ class PagedCache(DecodeStepMixin, MovesMixin, Cache):
 
     A 2-D mask must agree with what is stored, and is checked. On an accelerator the mask of a forward of one new column
     is not: reading it would wait for the device at every token.
+
+    Layers with a state (Mamba, gated delta nets, short convolutions) hold that beside the pages of the others. They are
+    taken back under speculation alone. Such a cache has no `decode_step`, eviction, prefix cache, offload or file.
 
     A decoding loop can compile its decode step once for all lengths, or capture it in a CUDA graph:
 
@@ -61,8 +64,8 @@ class PagedCache(DecodeStepMixin, MovesMixin, Cache):
             generations.
         offload: an `Offload`, shared by several caches: pages that are not in use leave the device.
 
-    Raises ValueError for other arguments and for models it cannot hold (state-space or linear attention layers, and
-    encoder-decoders, for which there is `EncoderDecoderPagedCache`). The first forward raises it for head dims that
+    Raises ValueError for other arguments and for models it cannot hold (those without attention, and encoder-decoders,
+    for which there is `EncoderDecoderPagedCache`). The first forward raises it for head dims that
     int4 (multiples of 8) and int2 (of 16) cannot hold.
     """
 
@@ -97,13 +100,12 @@ class PagedCache(DecodeStepMixin, MovesMixin, Cache):
         self.budget, self.tiers = stores.budget, stores.tiers
         # with a prefix cache prompts do not run from their beginning, so their bits are others in any case
         exact = prefix_cache is None
-        layers = [
-            dummy_layer()
-            if state is None
-            else PagedLayer(state, index, eviction is not None and kind == FULL, kind in (SLIDING, CHUNKED), exact)
-            for index, (kind, state) in enumerate(groups)
-        ]
-        super().__init__(layers=layers)
+        super().__init__(layers=make_layers(decoder, groups, eviction is not None, exact))
+        if self.recurrent_layers and not (eviction is None and prefix_cache is None and offload is None):
+            raise ValueError(
+                f"config={type(config).__name__} has layers with a recurrent state: PagedCache holds them without "
+                "eviction, prefix_cache and offload"
+            )
         for layer in self._paged_layers:
             layer.stores, layer.state.last_layer = stores, layer.layer_idx
 
@@ -122,6 +124,7 @@ class PagedCache(DecodeStepMixin, MovesMixin, Cache):
         without a `prefix_cache`, which does not see what a compiled forward appends, and without `offload`, which moves
         pages."""
         is_fixed = self.state.pool.num_blocks is not None or self.budget is not None
+        is_fixed = is_fixed and not self.recurrent_layers
         return is_fixed and self.reads_pages and self.prefix_cache is None and self.tiers is None
 
     @property
@@ -159,6 +162,11 @@ class PagedCache(DecodeStepMixin, MovesMixin, Cache):
     def _paged_layers(self) -> list[PagedLayer]:
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
 
+    @property
+    def recurrent_layers(self) -> list:
+        """The `RecurrentLayer`s, which hold the states of layers that have one."""
+        return recurrent_of(self.layers)
+
     def rewind(self, lengths: list[int]) -> None:
         """Shortens sequence b to `lengths[b]` tokens (at most what it has) and frees the blocks beyond.
 
@@ -168,23 +176,34 @@ class PagedCache(DecodeStepMixin, MovesMixin, Cache):
         self.state.check_idle()
         lengths = [int(length) for length in lengths]
         self._check_rewind(lengths)
+        held = self.cache_seqlens
         self.state.rewind(lengths)
-        self._rewind_stores()
+        self._rewind_stores(held)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` columns (a number <= 0) of all sequences."""
         self.state.check_idle()
         self._check_rewind(self.state.cropped(int(tokens_to_remove))[1])
+        held = self.cache_seqlens
         self.state.crop(int(tokens_to_remove))
-        self._rewind_stores()
+        self._rewind_stores(held)
 
     def _check_rewind(self, lengths: list[int]) -> None:
         for layer in self._paged_layers:
             if layer.is_initialized:
                 dropped = layer.state.pool.dropped
                 layer.store.check_rewind([max(length - number, 0) for length, number in zip(lengths, dropped)])
+        if any(lengths):
+            for layer in self.recurrent_layers:
+                layer.check_take_back([held - length for held, length in zip(self.state.lengths, lengths)])
 
-    def _rewind_stores(self) -> None:
+    def _rewind_stores(self, held: list[int] | None = None) -> None:
+        """Has the layers follow the shortened sequences, which had `held` tokens; None where all layers hold pages."""
+        for layer in self.recurrent_layers:
+            if any(self.state.lengths):
+                layer.take_back([before - length for before, length in zip(held, self.state.lengths)])
+            else:
+                layer.forget()
         for layer in self._paged_layers:
             if layer.is_initialized:
                 layer.store.rewind(layer.state.pool.lengths)
@@ -211,6 +230,8 @@ class PagedCache(DecodeStepMixin, MovesMixin, Cache):
             for layer in self._paged_layers:
                 if layer.is_initialized:
                     layer.store.select(indices.tolist())
+            for layer in self.recurrent_layers:
+                layer.select(indices)
             if self.row_tokens is not None:
                 self.row_tokens.select(indices.tolist())
 
@@ -222,7 +243,7 @@ class PagedCache(DecodeStepMixin, MovesMixin, Cache):
         """Forgets all tokens, the tensors and the batch size."""
         for state in self.states:
             state.reset()
-        for layer in self._paged_layers:
+        for layer in (*self._paged_layers, *self.recurrent_layers):
             layer.forget()
         if self.budget is not None:
             self.budget.forget()

@@ -38,6 +38,8 @@ def header_of(cache, model: torch.nn.Module | None, call: str) -> dict:
     cache.state.check_idle()
     if cache.eviction is not None:
         raise ValueError(f"{call}: only a PagedCache that holds all tokens can be used, not one with eviction=...")
+    if cache.recurrent_layers:
+        raise ValueError(f"{call}: only a PagedCache of attention layers can be used, and some have a recurrent state")
     layers = {str(layer.layer_idx): layer for layer in cache._paged_layers}
     if not any(cache.cache_seqlens) or not all(layer.is_initialized for layer in layers.values()):
         raise ValueError(f"{call}: this PagedCache holds no tokens, or not in every layer")

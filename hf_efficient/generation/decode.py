@@ -6,7 +6,7 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 from hf_efficient.generation import model_state, served
 from hf_efficient.generation.loop import SpeculativeLoop
 from hf_efficient.generation.output import as_transformers
-from hf_efficient.generation.ragged_model import RaggedModel, ragged_model
+from hf_efficient.generation.ragged_kinds import RaggedModel, ragged_model
 from hf_efficient.generation.replay.captured_forward import MAX_TOKENS
 from hf_efficient.generation.replay.pool import PoolEntry, copied
 from hf_efficient.generation.request import GenerationRequest
@@ -53,6 +53,8 @@ def run(request: GenerationRequest, version: model_state.ModelVersion | None = N
         cache = served.check(request)
         if cache is not None:
             return _run(request, PoolEntry(cache))[0]
+        if served.has_states_alone(request.model):
+            return _run(request, PoolEntry.of_states(request.model.config))[0]
         if not _can_share_cache(request):
             if request.source is not None:
                 return _run(request, PoolEntry.beside_encoder(request.model.config))[0]

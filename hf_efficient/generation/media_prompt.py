@@ -11,8 +11,8 @@ from hf_efficient.integrations.transformers_loop import prefill
 def prefill_media(
     model, cache: PagedCache, input_ids: torch.Tensor, generation_config, model_kwargs: dict
 ) -> torch.Tensor:
-    """Runs the prompts, int64 [rows, columns], as transformers does, and fills the empty `cache`, whose pages the model's
-    attention reads: image tokens that see each other need masks, which attention over pages does not take.
+    """Runs the prompts, int64 [rows, columns], as transformers does, and fills the empty `cache`, whose pages the
+    model's attention reads: image tokens that see each other need masks, which attention over pages does not take.
 
     Returns the logits that follow them, [rows, vocabulary].
     """

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from hf_efficient.generation.model_snapshot import ModelSnapshot
-from hf_efficient.generation.model_traits import decoder_config, exact_length, overrides_steps
+from hf_efficient.generation.model_traits import decoder_config, exact_length, has_states, overrides_steps
 from hf_efficient.generation.page_attention import attention_functions, can_replace_sdpa, reads_pages
 from hf_efficient.generation.replay.captured_forward import can_be_captured
 from hf_efficient.generation.replay.pool import ReplayPool
@@ -28,7 +28,7 @@ class ModelVersion:
         self._functions = attention_functions(self._config)
         replaces_sdpa = can_replace_sdpa(model)
         has_pages = reads_pages(model, replaces_sdpa)
-        self.is_capturable = has_pages and can_be_captured(model) and not overrides_steps(model)
+        self.is_capturable = has_pages and can_be_captured(model) and not (overrides_steps(model) or has_states(model))
         self.exact_length = exact_length(model)
         self.snapshot = ModelSnapshot(model)
         self.pool = ReplayPool(

@@ -6,9 +6,10 @@ from torch import nn
 from transformers import GenerationMixin
 
 from hf_efficient.cache.bookkeeping.model_key import rope_types
+from hf_efficient.cache.layer_groups import HYBRID, RECURRENT
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.integrations.transformers_compat import attention_of, cache_name
-from hf_efficient.integrations.transformers_loop import LOOP_STEPS, READS_MEDIA, SWITCH_ROPE
+from hf_efficient.integrations.transformers_loop import HAS_STATES, LOOP_STEPS, READS_MEDIA, STATES_ALONE, SWITCH_ROPE
 from hf_efficient.kernels.attention.api import ATTENTION_NAMES
 
 
@@ -42,6 +43,8 @@ def check_ragged(model, batch_size: int, argument: str) -> None:
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     if reads_encoder(model):
         return _check_encoder_decoder(model, batch_size, argument)
+    if has_states_alone(model):
+        return None
     takes = inspect.signature(model.forward).parameters
     missing = [key for key in ("position_ids", cache_name()) if key not in takes]
     if missing or getattr(config, "alibi", False):
@@ -51,6 +54,11 @@ def check_ragged(model, batch_size: int, argument: str) -> None:
         cache = PagedCache(model.config)
     except ValueError as error:  # layers with a state that cannot be taken back
         raise ValueError(f"{argument}={name}: {error}") from None
+    if cache.recurrent_layers and not has_states(model):
+        raise ValueError(
+            f"{argument}={name} has layers with a recurrent state, of a kind that speculation does not know: it takes "
+            f"{', '.join(HAS_STATES.values())}"
+        )
     if batch_size > 1 and not cache.reads_pages:
         implementation = attention_of(config)
         if implementation not in ("sdpa", "eager"):
@@ -70,9 +78,24 @@ def reads_encoder(model) -> bool:
     return model.config.is_encoder_decoder or "encoder_outputs" in inspect.signature(model.forward).parameters
 
 
+def has_states(model) -> bool:
+    """Whether some of its layers have a recurrent state, or all, in a kind of model whose states are known."""
+    return has_states_alone(model) or _is_one_of(model, HAS_STATES)
+
+
+def has_states_alone(model) -> bool:
+    """Whether it is of a known kind of which all layers have a recurrent state."""
+    return _is_one_of(model, STATES_ALONE)
+
+
 def reads_media(model) -> bool:
     """Whether the model reads images or sound in its prompt, and is known to read text alone after it."""
-    return any(READS_MEDIA.get(cls.__module__) == cls.__name__ for cls in type(model).__mro__)
+    return _is_one_of(model, READS_MEDIA)
+
+
+def _is_one_of(model, kinds: dict[str, str]) -> bool:
+    """kinds: module -> class."""
+    return any(kinds.get(cls.__module__) == cls.__name__ for cls in type(model).__mro__)
 
 
 def kind_of_encoder_decoder(model) -> str | None:
@@ -116,6 +139,7 @@ def _check_encoder_decoder(model, batch_size: int, argument: str) -> None:
 def unmasked_layers(config) -> str:
     """The kinds of layers for which `RaggedModel` cannot make a mask, as text; "" for none."""
     unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    unknown -= {*RECURRENT, HYBRID}  # which need none, or that of full attention
     if not unknown and getattr(config, "attention_chunk_size", None):
         return "chunked attention"
     if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo: a window in a buffer of its own

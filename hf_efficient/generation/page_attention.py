@@ -63,7 +63,7 @@ def _passes_pages_on(model, replaces_sdpa: bool) -> bool:
         inputs = dict(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=True)
         with torch.no_grad(), cache.forward_context():
             model(**inputs, **{cache_name(): cache})
-        cache.crop(-1)
+        cache.rewind([0])
         # the windows must be those of the config, and every layer must have taken part
         is_as_configured = windows == [state.window for state in cache.states]
         return is_as_configured and cache.reads_pages and all(layer.is_initialized for layer in cache._paged_layers)

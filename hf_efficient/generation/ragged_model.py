@@ -7,12 +7,10 @@ from functools import partial
 import torch
 from torch.nn.functional import pad
 
-from hf_efficient.cache.bookkeeping.forward_plan import tree_mask
 from hf_efficient.cache.bookkeeping.tensors import to_device
-from hf_efficient.generation.encoder_reading import EncoderReading
 from hf_efficient.generation.media_prompt import prefill_media
-from hf_efficient.generation.model_traits import decoder_layers, reads_encoder, reads_media, unmasked_layers
-from hf_efficient.generation.replay.captured_forward import CapturedForward, is_being_watched, padded
+from hf_efficient.generation.model_traits import decoder_layers, reads_media, unmasked_layers
+from hf_efficient.generation.replay.captured_forward import CapturedForward, is_being_watched, padded, tree_bits
 from hf_efficient.generation.replay.captured_prompt import CapturedPrompt
 from hf_efficient.generation.replay.graph_forward import captured_forward_of
 from hf_efficient.integrations.transformers_compat import attention_of, cache_name
@@ -257,7 +255,7 @@ class RaggedModel:
             return self._run(tokens, positions, mask, columns, tree, keep or width)[:, -(keep or width) :]
 
     def _replay(self, tokens: torch.Tensor, positions: torch.Tensor, tree: torch.Tensor | None) -> tuple | None:
-        return self.captured(tokens, positions, None if tree is None else tree_mask(tree))
+        return self.captured(tokens, positions, None if tree is None else tree_bits(tree))
 
     def _run(self, tokens, positions, mask, columns: list[int], tree, keep: int) -> torch.Tensor:
         """The forward of `tokens`, which start at `columns` of their sequences. Returns the logits of at least the last
@@ -388,12 +386,3 @@ class RaggedModel:
                 kind: layer_mask(window if kind == "sliding_attention" else None) for kind in set(config.layer_types)
             }
         return layer_mask(window)
-
-
-class RaggedEncoderDecoder(EncoderReading, RaggedModel):
-    """A `RaggedModel` over an `EncoderDecoderPagedCache`."""
-
-
-def ragged_model(model, *arguments, **options) -> RaggedModel:
-    """The `RaggedModel` that `model` needs."""
-    return (RaggedEncoderDecoder if reads_encoder(model) else RaggedModel)(model, *arguments, **options)

@@ -59,12 +59,10 @@ def is_left_padded(input_ids: torch.Tensor, model_kwargs: dict) -> bool:
 
     Args:
         input_ids: int64 [batch, length].
-        model_kwargs: `attention_mask` [batch, length], 0 at padding, or None; `position_ids` [batch or 1, length], or
-            [3 or 4, batch, length] where images have positions in several axes, which may be any.
+        model_kwargs: `attention_mask` [batch, length], 0 at padding, or None; `position_ids` [batch or 1, length].
+            Those of several axes, [axes, batch, length], may be any.
     """
     mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if position_ids is not None and position_ids.dim() == 3:
-        position_ids = None
     if mask is None:
         expected = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         return position_ids is None or _are_equal(position_ids, expected)
@@ -78,7 +76,7 @@ def is_left_padded(input_ids: torch.Tensor, model_kwargs: dict) -> bool:
 
 
 def _are_equal(position_ids: torch.Tensor, expected: torch.Tensor) -> bool:
-    return position_ids.dim() == 2 and bool((position_ids == expected).all())
+    return position_ids.dim() == 3 or (position_ids.dim() == 2 and bool((position_ids == expected).all()))
 
 
 class Sequences:

@@ -11,6 +11,8 @@ from hf_efficient.generation.model_traits import (
     check_ragged,
     decoder_config,
     exact_length,
+    has_states,
+    has_states_alone,
     overrides_steps,
     reads_encoder,
     reads_media,
@@ -19,7 +21,7 @@ from hf_efficient.generation.replay.captured_forward import DTYPES, MAX_TOKENS, 
 from hf_efficient.generation.request import GenerationRequest
 from hf_efficient.generation.sequences import STATEFUL
 from hf_efficient.integrations.transformers_compat import attention_of
-from hf_efficient.integrations.transformers_loop import is_users_cache
+from hf_efficient.integrations.transformers_loop import STATES_NAME, is_users_cache
 
 
 _CACHES = (None, "dynamic")  # values of cache_implementation that a PagedCache can stand for
@@ -72,6 +74,8 @@ def why_not(model) -> str | None:
         return "the native loop takes text decoders, and this model reads something else, too"
     if (reason := why_not_captured(model)) is not None:
         return reason
+    if has_states(model):
+        return "layers with a recurrent state are not captured"
     if overrides_steps(model):
         return "the model overrides a step of transformers' decoding loop"
     if not model_state.current(model).is_capturable:
@@ -208,6 +212,10 @@ def callers_cache(request: GenerationRequest) -> Cache | None:
     Raises ValueError for a cache of another kind, and for one whose sequences end at different positions.
     """
     cache, kind = request.cache, kind_of_cache(request.model)
+    if has_states_alone(request.model):
+        if is_users_cache(request.model_kwargs.get(STATES_NAME)):
+            raise ValueError(f"{STATES_NAME}: speculation begins with the prompt; leave it out")
+        return None
     if isinstance(cache, kind):
         _check_continuation(getattr(cache, "self_attention_cache", cache), request.attention_mask)
         return cache

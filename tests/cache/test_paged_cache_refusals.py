@@ -10,7 +10,7 @@ from helpers import left_padded_batch
 from kv_models import step
 from transformers import BartConfig, JambaConfig, MambaConfig
 
-from hf_efficient import PagedCache
+from hf_efficient import Offload, PagedCache
 from hf_efficient.cache.page_handle import PAGES
 
 
@@ -83,7 +83,7 @@ def test_a_layer_that_found_no_room_is_found(llama, layer, in_decode_step, monke
         (dict(num_blocks=0), "num_blocks=0: must be a positive integer"),
         (dict(num_blocks=2.5), "num_blocks=2.5"),
         (dict(config=MambaConfig()), "MambaConfig.*attention layers, and this model has none"),
-        (dict(config=JambaConfig()), r"JambaConfig.*cannot hold layers of type \['linear_attention'\]"),
+        (dict(config=JambaConfig(), offload=Offload(1)), "JambaConfig has layers with a recurrent state"),
         (dict(config=BartConfig()), "BartConfig.*not encoder-decoder"),
         (dict(config={"hidden_size": 3}), "config=dict: must be a transformers config"),
     ],

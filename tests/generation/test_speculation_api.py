@@ -190,13 +190,14 @@ def test_models_with_a_state_are_refused_as_drafts(llama, monkeypatch):
     experts = dict(num_experts=2, moe_intermediate_size=8, shared_expert_intermediate_size=8)
     hybrid = transformers.Qwen3NextConfig(**shape, **heads, **linear, **experts)
     shapes = counting(target, monkeypatch)
-    for draft, reason in (
-        (transformers.MambaForCausalLM(transformers.MambaConfig(**shape, state_size=8)), "takes no position_ids"),
-        (transformers.Qwen3NextForCausalLM(hybrid), "cannot hold layers of type \\['linear_attention'\\]"),
+    for draft in (
+        transformers.MambaForCausalLM(transformers.MambaConfig(**shape, state_size=8)),
+        transformers.Qwen3NextForCausalLM(hybrid),
     ):
+        reason = f"assistant_model={type(draft).__name__} has layers with a recurrent state"
         for rows in (1, 3):
             inputs = {key: value[:rows] for key, value in batch.items()}
-            with pytest.raises(ValueError, match=f"assistant_model={type(draft).__name__}: .*{reason}"):
+            with pytest.raises(ValueError, match=reason):
                 target.generate(**inputs, assistant_model=draft, max_new_tokens=4)
     assert shapes == []
 

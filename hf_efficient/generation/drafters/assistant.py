@@ -13,7 +13,7 @@ from hf_efficient.generation.drafters.draft_model import (
     encoder_arguments,
     first_difference,
 )
-from hf_efficient.generation.ragged_model import ragged_model
+from hf_efficient.generation.ragged_kinds import ragged_model
 from hf_efficient.generation.replay.pool import PoolEntry, ReplayPool
 from hf_efficient.generation.sequences import Sequences, is_left_padded
 from hf_efficient.generation.speculation.proposal import MAX_NODES, Proposal

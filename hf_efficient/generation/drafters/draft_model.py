@@ -1,6 +1,6 @@
 """What a draft model is asked before it drafts: how far, and whether it has the target's tokenizer."""
 
-from hf_efficient.generation.model_traits import check_ragged, reads_encoder
+from hf_efficient.generation.model_traits import check_ragged, has_states, reads_encoder
 from hf_efficient.generation.sequences import Sequences
 from hf_efficient.generation.speculation.proposal import MAX_NODES
 from hf_efficient.integrations.transformers_loop import default_of
@@ -9,6 +9,11 @@ from hf_efficient.integrations.transformers_loop import default_of
 def check_draft(model, batch_size: int = 1, target=None) -> None:
     """Raises ValueError when `model` cannot draft for a batch of sequences of `target`, where that is given."""
     check_ragged(model, batch_size, "assistant_model")
+    if has_states(model):
+        raise ValueError(
+            f"assistant_model={type(model).__name__} has layers with a recurrent state, which a draft cannot take "
+            "back: use an assistant of attention layers, or prompt_lookup_num_tokens"
+        )
     if target is not None and reads_encoder(model) and not reads_encoder(target):
         raise ValueError(
             f"assistant_model={type(model).__name__} reads an encoder's output, and {type(target).__name__} has no "

@@ -8,6 +8,7 @@ import torch
 from hf_efficient.cache.bookkeeping.tensors import to_device
 from hf_efficient.cache.encoder_decoder_cache import EncoderDecoderPagedCache, encoder_decoder_config
 from hf_efficient.cache.paged_cache import PagedCache
+from hf_efficient.cache.state_cache import StateCache
 from hf_efficient.cache.stats import CacheStats, written_bytes
 from hf_efficient.generation.replay.captured_forward import MAX_TOKENS, CapturedForward
 
@@ -32,7 +33,7 @@ class PoolEntry:
     is_reusable: whether the pool takes it back after the call.
     """
 
-    cache: PagedCache | EncoderDecoderPagedCache
+    cache: PagedCache | EncoderDecoderPagedCache | StateCache
     captured: CapturedForward | None = None
     hidden_layers: tuple[int, ...] | None = None
     is_capturable: bool = False
@@ -50,6 +51,11 @@ class PoolEntry:
     def beside_encoder(cls, config) -> "PoolEntry":
         """As `growing`, for a model whose decoder reads an encoder's output."""
         return cls(EncoderDecoderPagedCache(encoder_decoder_config(config)))
+
+    @classmethod
+    def of_states(cls, config) -> "PoolEntry":
+        """For a model of which all layers have a recurrent state."""
+        return cls(StateCache(config))
 
     @property
     def pages(self) -> PagedCache:
