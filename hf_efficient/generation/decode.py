@@ -37,7 +37,7 @@ def speculative_generate(
     Returns int64 [batch, length], or `SpeculativeOutput` under `return_dict_in_generate=True`. Raises ValueError,
     before any forward, for what speculation cannot do.
     """
-    if token_streamer is not None and len(input_ids) == 1:
+    if token_streamer is not None:
         token_streamer.put(input_ids.cpu())
     arguments = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, token_streamer
     return run(GenerationRequest.of(model, *arguments, draft=draft_model, inputs=inputs_tensor, **model_kwargs))

@@ -49,6 +49,7 @@ class SpeculativeLoop:
         self.seconds = dict.fromkeys(("draft", "verify", "host"), 0.0)
         self._since = perf_counter()
         self._drafter_has_begun = False
+        self._streamed = 0  # generated tokens of each sequence that the streamer has
 
     def run(self, logits: torch.Tensor) -> None:
         """logits: float [rows, vocabulary], after the prompts."""
@@ -92,7 +93,7 @@ class SpeculativeLoop:
             new, accepted, drafted = sequences.extend(arriving.tokens, None, None, read=arriving.read())
             self.statistics.steps += 1
             self._learn(None, new, accepted, drafted, drafted, self._spend("verify"))
-            self._stream(new)
+            self._stream()
             if not self._select(following):
                 if self.do_sample and following is not None:
                     generator.set_state(random_numbers)
@@ -109,10 +110,18 @@ class SpeculativeLoop:
         choice = target.argmax if takes_argmax else None
         return ArrivingTokens(verify(scores, None, self.do_sample, choice=choice).tokens)
 
-    def _stream(self, new: list[list[int]]) -> None:
-        if self.streamer is not None:
-            for token in new[0]:
-                self.streamer.put(torch.tensor([token]))
+    def _stream(self) -> None:
+        """Gives the streamer each column of new tokens [batch] that all sequences have reached, as plain generation
+        does: with padding where one has ended."""
+        if self.streamer is None:
+            return
+        sequences, first = self.sequences, self.sequences.prompt_length
+        growing = [count for b, count in enumerate(sequences.generated) if sequences.unfinished(b)]
+        for column in range(self._streamed, end := min(growing, default=max(sequences.generated))):
+            has_token = torch.tensor([count > column for count in sequences.generated])
+            tokens = sequences.tokens[:, first + column].cpu()
+            self.streamer.put(torch.where(has_token, tokens, sequences.padding))
+        self._streamed = max(self._streamed, end)
 
     def _begin(self, hidden: torch.Tensor | None = None) -> None:
         self.drafter.begin(self.sequences, hidden)
@@ -183,7 +192,7 @@ class SpeculativeLoop:
         verify_seconds = self._spend("verify")
         if self.statistics.steps:
             self._learn(proposal, new, accepted, drafted, depths, verify_seconds)
-        self._stream(new)
+        self._stream()
         if drafter is not None and self.statistics.steps:
             self._spend("host")
             if proposal is not None and drafter.reads_logits:

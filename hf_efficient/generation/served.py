@@ -50,7 +50,6 @@ def serves(request: GenerationRequest) -> bool:
         or request.input_ids.dim() != 2
         or 0 in request.input_ids.shape
         or not request.is_left_padded
-        or (request.streamer is not None and request.batch_size > 1)
         or any(isinstance(processor, STATEFUL) for processor in request.logits_processor)
     ):
         return False
@@ -187,8 +186,6 @@ def check_options(request: GenerationRequest) -> None:
         )
     if reads_encoder(model):
         check_decoder_inputs(request)
-    if request.streamer is not None and request.batch_size > 1:
-        raise ValueError(f"a streamer was given with a batch of {request.batch_size}: streaming takes a batch of 1")
 
 
 def check_decoder_inputs(request: GenerationRequest) -> None:

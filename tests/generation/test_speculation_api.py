@@ -31,6 +31,9 @@ def test_custom_generate_is_the_same_loop(llama):
         **{k: v for k, v in options.items() if k not in batch}, "do_sample": True, "top_k": 1
     })  # fmt: skip
     assert torch.equal(single, plain[1:2].expand(2, -1))
+    several = dict(**batch, max_new_tokens=GREEDY["max_new_tokens"], do_sample=True, top_k=1, num_return_sequences=2)
+    found = target.generate(**several, assistant_model=draft)
+    assert torch.equal(found, plain.repeat_interleave(2, 0)), "as many samples of each prompt"
 
 
 def test_enabling_keeps_the_class_to_the_outside(tmp_path):

@@ -5,9 +5,10 @@ import copy
 import draft_models
 import pytest
 import torch
-from draft_models import GREEDY, NEW, Recorder, counting, drafting, end_token
+from draft_models import GREEDY, NEW, Recorder, counting, drafting, end_token, fixed
+from helpers import tiny_model
 
-from hf_efficient import PagedCache, speculative_generate
+from hf_efficient import PagedCache, PromptLookup, speculative_generate
 from hf_efficient.generation import model_state
 from hf_efficient.generation.output import SpeculativeOutput
 from hf_efficient.kernels.replay.recorder import interpreter
@@ -114,11 +115,25 @@ def test_streams_the_tokens_of_plain_generation(llama):
     assert streamer.values == expected.values and streamer.ended == 1
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_streams_columns_of_a_batch(llama, ends):
+    """What transformers' loop gives a streamer, though drafts let sequences run apart."""
+    target, draft, batch, plain = llama
+    options = {**GREEDY, "eos_token_id": end_token(plain, 1, 6) if ends else None, "pad_token_id": 0}
+    stock = tiny_model("llama")
+    streamers = [Recorder() for _ in range(4)]
+    stock.generate(**batch, **options, streamer=streamers[0])
+    for streamer, drafter in zip(streamers[1:], (None, draft, fixed(PromptLookup()))):
+        target.generate(**batch, **options, assistant_model=drafter, streamer=streamer)
+        assert streamer.values == streamers[0].values and streamer.ended == 1
+
+
 def test_a_streamer_is_never_left_hanging(llama):
     target, draft, batch, _ = llama
     streamer = Recorder()
-    with pytest.raises(ValueError, match="streamer was given with a batch of 3"):
-        target.generate(**batch, assistant_model=draft, max_new_tokens=4, streamer=streamer)
+    with pytest.raises(ValueError, match="output_attentions=True is not available"):
+        options = dict(return_dict_in_generate=True, output_attentions=True, streamer=streamer)
+        target.generate(**batch, assistant_model=draft, max_new_tokens=4, **options)
     assert streamer.ended == 1
 
 
