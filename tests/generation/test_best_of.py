@@ -40,7 +40,7 @@ NOTHING = RowTree([], [], [])
 
 def begun(*drafters: Drafter) -> BestOf:
     best = BestOf(*drafters)
-    best.begin(SimpleNamespace(device="cpu"))
+    best.begin(SimpleNamespace(device="cpu", live=range(3)))
     return best
 
 
@@ -119,3 +119,16 @@ def test_sampled_text_does_not_depend_on_the_guesses():
         torch.manual_seed(5)
         texts.append(model.generate(**options, draft_model=draft))
     assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])
+
+
+def test_it_learns_which_drafter_serves_which_sequence():
+    """The first drafter is right in one sequence, the second in the other: each comes first where it was right."""
+    first, second = (RowTree([token], [-1], [0.6]) for token in (5, 7))
+    drafter = BestOf(Says(first, first), Says(second, second))
+    drafter.begin(SimpleNamespace(device="cpu", live=[0, 1]))
+    assert drafter.propose([2, 2], 8).tokens.tolist() == [[5, 7], [5, 7]]
+    for _ in range(6):
+        drafter.accept([[5], [7]])
+        proposal = drafter.propose([2, 2], 8)
+    assert proposal.tokens.tolist() == [[5, 7], [7, 5]]
+    assert proposal.confidence[0, 0] > 0.75 > 0.2 > proposal.confidence[0, 1]

@@ -9,6 +9,9 @@ from hf_efficient.generation.speculation.token_tree import RowTree, proposal_of,
 
 
 _MIN_CONFIDENCE = 0.01  # less probable guesses are left out: merging them takes more time than they save
+# What a drafter promised a sequence and what came of it are multiplied by this in each step; at first they weigh as
+# much as so many tokens.
+_DECAY, _PRIOR_TOKENS = 0.9, 3.0
 
 
 class BestOf(Drafter):
@@ -18,6 +21,9 @@ class BestOf(Drafter):
 
     Say a drafter gives a token probability b after some node, the drafters before it give that token a, and all the
     tokens they propose there s. Then the token's probability is a + (1 - s) b: a later drafter gets what is left.
+
+    How far to believe a drafter is learned in each sequence from the tokens that followed: one that is wrong there
+    loses its places in the tree to the others.
 
     Args:
         drafters: at least two, the most trustworthy first; they must say how sure they are (`Proposal.confidence`).
@@ -35,6 +41,7 @@ class BestOf(Drafter):
             if drafter.draws:
                 raise ValueError(f"{type(drafter).__name__} draws its tokens at random: BestOf cannot merge them")
         self.drafters = drafters
+        self._trees: list[list[RowTree] | None] = [None] * len(drafters)  # of this step
         self.max_tokens = max(drafter.max_tokens for drafter in drafters)
         self.relative_cost = sum(drafter.relative_cost for drafter in drafters)
         self.reads_hidden = any(drafter.reads_hidden for drafter in drafters)
@@ -60,22 +67,26 @@ class BestOf(Drafter):
 
     def begin(self, sequences: Sequences, hidden: torch.Tensor | None = None) -> None:
         self.device = sequences.device
+        self._trust = [[_Trust() for _ in self.drafters] for _ in sequences.live]
+        self._trees = [None] * len(self.drafters)
         for drafter in self.drafters:
             drafter.begin(sequences, self._part(drafter, hidden))
 
     def propose(self, limits: list[int], nodes: int) -> Proposal | None:
         proposals = []
-        for drafter in self.drafters:
+        for number, drafter in enumerate(self.drafters):
+            self._trees[number] = None
             proposal = drafter.propose([min(limit, drafter.max_tokens) for limit in limits], nodes)
             if proposal is not None:
                 if proposal.confidence is None:
                     raise ValueError(
                         f"{type(drafter).__name__} does not say how sure it is: BestOf cannot rank its tokens"
                     )
-                proposals.append(proposal)
+                trees = self._trees[number] = trees_of(proposal)
+                proposals.append([row[number].scaled(tree) for row, tree in zip(self._trust, trees)])
         if len(proposals) < 2:
-            return proposals[0] if proposals else None
-        return proposal_of([_merge(trees, nodes) for trees in zip(*map(trees_of, proposals))], self.device)
+            return proposal_of(proposals[0], self.device) if proposals else None
+        return proposal_of([_merge(trees, nodes) for trees in zip(*proposals)], self.device)
 
     def observe(self, tokens: torch.Tensor, counts: torch.Tensor, logits: torch.Tensor) -> None:
         for drafter in self.drafters:
@@ -83,12 +94,47 @@ class BestOf(Drafter):
                 drafter.observe(tokens, counts, logits)
 
     def accept(self, tokens: list[list[int]], hidden: torch.Tensor | None = None) -> None:
-        for drafter in self.drafters:
+        for number, drafter in enumerate(self.drafters):
+            for row, (tree, text) in enumerate(zip(self._trees[number] or (), tokens)):
+                self._trust[row][number].learn(tree, text)
+            self._trees[number] = None
             drafter.accept(tokens, self._part(drafter, hidden))
 
     def select(self, rows: list[int]) -> None:
+        self._trust = [self._trust[row] for row in rows]
         for drafter in self.drafters:
             drafter.select(rows)
+
+
+class _Trust:
+    """How far to believe a drafter in one sequence: tokens that it proposed rightly by those that it promised."""
+
+    def __init__(self):
+        self.right = self.promised = _PRIOR_TOKENS
+
+    def learn(self, tree: RowTree, text: list[int]) -> None:
+        """text: the tokens that followed. Looks at the children of each node on its path, verified or not."""
+        self.right, self.promised = _DECAY * self.right, _DECAY * self.promised
+        at, chance = -1, 1.0
+        for token in text:
+            children = {tree.tokens[node]: node for node, parent in enumerate(tree.parents) if parent == at}
+            if not children:
+                break
+            self.promised += min(1.0, sum(tree.confidence[node] for node in children.values()) / max(chance, 1e-6))
+            if token not in children:
+                break
+            self.right += 1
+            at = children[token]
+            chance = tree.confidence[at]
+
+    def scaled(self, tree: RowTree) -> RowTree:
+        """`tree` with probabilities as this sequence has shown them to be."""
+        factor = (self.right + _PRIOR_TOKENS) / (self.promised + _PRIOR_TOKENS)
+        depths = []
+        for parent in tree.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        scaled = [min(1.0, chance * factor**depth) for chance, depth in zip(tree.confidence, depths)]
+        return tree._replace(confidence=scaled)
 
 
 def _merge(trees: tuple[RowTree, ...], nodes: int) -> RowTree:
