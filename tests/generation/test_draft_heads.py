@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_MODELS, assert_close, left_padded_batch, tiny_model
+from helpers import TINY_MODELS, assert_close, left_padded_batch, rms_error_ratio, tiny_model
 from table import REFUSALS
 from test_drafters import append, sequences_of
 from transformers import AutoModelForCausalLM
@@ -340,3 +340,26 @@ def test_an_eagle_head_learns_one_guess_first_and_medusa_heads_all_along(target)
     progress = (0.0, 0.49, 0.5, 0.99)
     assert [eagle_head.trained_depth(share) for share in progress] == [1, 1, 3, 3]
     assert [medusa.trained_depth(share) for share in progress] == [4] * 4, "each head learns from its own guesses alone"
+
+
+def test_matrices_of_an_eagle_head_in_int8(target, text, trained):
+    """They change what is guessed a little, and the output not at all; taken back they leave nothing."""
+    batch, plain, _ = text
+    heads = copy.deepcopy(trained[EagleHead])
+    dense = generate(target, batch, heads)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    products = {
+        name: heads.multiply(x[:, : getattr(heads, name).shape[1]], name) for name in ("attention_in", "mlp_in")
+    }
+    heads.bits = 8
+    rounded = generate(target, batch, heads)
+    assert torch.equal(rounded.sequences, plain) and torch.equal(dense.sequences, plain)
+    assert rounded.accepted_tokens.sum() > 0.8 * dense.accepted_tokens.sum() > 0
+    for name, product in products.items():
+        error = rms_error_ratio(heads.multiply(x, name), product)
+        assert 1e-4 < error < 0.02, (name, error)
+    heads.bits = None
+    assert torch.equal(generate(target, batch, heads).accepted_tokens, dense.accepted_tokens)
+    heads.bits = 4
+    with pytest.raises(ValueError, match="bits=4 of the draft heads: must be 8 or None"):
+        generate(target, batch, heads)

@@ -1,7 +1,7 @@
 """Drafts from an EAGLE head: one decoder layer that continues the target's own features."""
 
 import torch
-from torch.nn.functional import linear, pad, silu
+from torch.nn.functional import pad, silu
 
 from hf_efficient.generation.drafters.eagle_tree import EagleLayer
 
@@ -23,6 +23,7 @@ class EagleHead(EagleLayer):
     """
 
     kind = "eagle"
+    matrices = (*EagleLayer.matrices, "fuse_target")
     shape_fields = ("num_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 
     def __init__(
@@ -72,8 +73,8 @@ class EagleHead(EagleLayer):
         features: its own [..., hidden_size], or the target's with inner layers' [..., hidden_size * (1 + layers)].
         """
         is_own = features.shape[-1] == embeddings.shape[-1]
-        norm, fuse = (self.feature_norm, self.fuse) if is_own else (self.target_norm, self.fuse_target)
-        return linear(self._read_by_fuse(embeddings, features, norm), fuse)
+        norm, fuse = (self.feature_norm, "fuse") if is_own else (self.target_norm, "fuse_target")
+        return self.multiply(self._read_by_fuse(embeddings, features, norm), fuse)
 
     def _read_by_fuse(self, embeddings: torch.Tensor, features: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         size = embeddings.shape[-1]
@@ -90,7 +91,7 @@ class EagleHead(EagleLayer):
     def project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
         """Queries, keys and values [rows, heads, columns, head_dim] of x [rows, columns, hidden_size]; cos and sin:
         [..., columns, head_dim] of their positions."""
-        mixed = linear(_norm(x, self.attention_norm), self.attention_in)
+        mixed = self.multiply(_norm(x, self.attention_norm), "attention_in")
         mixed = mixed.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
         query, key, value = mixed.split(self.heads, dim=1)
         cos, sin, half = cos.unsqueeze(-3), sin.unsqueeze(-3), self.head_dim // 2
@@ -102,9 +103,9 @@ class EagleHead(EagleLayer):
 
     def outputs(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The next features, [rows, columns, hidden_size], from attended [rows, heads, columns, head_dim]."""
-        x = x + linear(attended.transpose(1, 2).flatten(2), self.attention_out)
-        gate, up = linear(_norm(x, self.mlp_norm), self.mlp_in).chunk(2, -1)
-        x = x + linear(silu(gate) * up, self.mlp_out)
+        x = x + self.multiply(attended.transpose(1, 2).flatten(2), "attention_out")
+        gate, up = self.multiply(_norm(x, self.mlp_norm), "mlp_in").chunk(2, -1)
+        x = x + self.multiply(silu(gate) * up, "mlp_out")
         return _norm(x, self.output_norm)
 
     @torch.no_grad()

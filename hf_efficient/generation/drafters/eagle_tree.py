@@ -8,6 +8,7 @@ from torch.nn.functional import pad
 
 from hf_efficient.generation.drafters.draft_heads import DraftHeads
 from hf_efficient.generation.drafters.eagle_cache import EagleCache
+from hf_efficient.generation.drafters.few_bit_matrices import FewBitMatrices
 from hf_efficient.generation.speculation.proposal import Proposal
 from hf_efficient.generation.speculation.token_tree import best_first
 
@@ -167,7 +168,7 @@ class EagleTree(DraftHeads):
         self._root = features.clone(), chances.copy(), indices.copy()
 
 
-class EagleLayer(EagleTree):
+class EagleLayer(FewBitMatrices, EagleTree):
     """An `EagleTree` in plain operators, which can be captured.
 
     Subclasses have `heads`, the numbers of query, key and value heads, and `head_dim`.
@@ -175,6 +176,7 @@ class EagleLayer(EagleTree):
 
     heads: tuple[int, int, int]
     head_dim: int
+    matrices = ("fuse", "attention_in", "attention_out", "mlp_in", "mlp_out")
 
     @abstractmethod
     def inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """EAGLE heads as others publish them: a Llama layer over the target's last features, or over three of its layers."""
 
 import torch
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import embedding, silu
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_efficient.generation.drafters import published_eagle_config
@@ -71,7 +71,7 @@ class PublishedEagle(EagleLayer):
     def inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """EAGLE-3: embeddings, then the residual stream, [..., 2 * size]; EAGLE: [..., size]."""
         if not self.fuses_layers:
-            return linear(torch.cat([embeddings, features], -1), self.fuse, self.fuse_bias)
+            return self.multiply(torch.cat([embeddings, features], -1), "fuse", self.fuse_bias)
         if features.shape[-1] != self.size:
             features = features[..., self.config.target_size :]
             if self.input_norm is not None:
@@ -79,7 +79,7 @@ class PublishedEagle(EagleLayer):
             if self.layer_norms is not None:
                 parts = features.split(self.config.target_size, -1)
                 features = torch.cat([self._norm(*pair) for pair in zip(parts, self.layer_norms)], -1)
-            features = linear(features, self.fuse)
+            features = self.multiply(features, "fuse")
         if self.config.norm_before_residual:
             features = self._norm(features, self.feature_norm)
         return torch.cat([self._norm(embeddings, self.embedding_norm), features], -1)
@@ -93,7 +93,7 @@ class PublishedEagle(EagleLayer):
         read = x
         if self.fuses_layers and not self.config.norm_before_residual:
             read = torch.cat([x[..., : self.size], self._norm(x[..., self.size :], self.feature_norm)], -1)
-        mixed = linear(read, self.attention_in, self.attention_in_bias)
+        mixed = self.multiply(read, "attention_in", self.attention_in_bias)
         mixed = mixed.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
         query, key, value = mixed.split(self.heads, dim=1)
         if self.query_norm is not None:
@@ -106,11 +106,11 @@ class PublishedEagle(EagleLayer):
         return [turn(query), turn(key), value]
 
     def outputs(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        x = x[..., -self.size :] + linear(
-            attended.transpose(1, 2).flatten(2), self.attention_out, self.attention_out_bias
+        x = x[..., -self.size :] + self.multiply(
+            attended.transpose(1, 2).flatten(2), "attention_out", self.attention_out_bias
         )
-        gate, up = linear(self._norm(x, self.mlp_norm), self.mlp_in, self.mlp_in_bias).chunk(2, -1)
-        x = x + linear(silu(gate) * up, self.mlp_out, self.mlp_out_bias)
+        gate, up = self.multiply(self._norm(x, self.mlp_norm), "mlp_in", self.mlp_in_bias).chunk(2, -1)
+        x = x + self.multiply(silu(gate) * up, "mlp_out", self.mlp_out_bias)
         return self._norm(x, self.output_norm) if self.config.norm_output else x
 
     def logits(self, features: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,63 @@
+"""Matrices of draft heads in int8: where reading them takes the time, a draft takes half of it."""
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from hf_efficient import methods
+from hf_efficient.configs import WeightOnlyConfig
+from hf_efficient.layers import compress_linear
+
+
+_INT8 = WeightOnlyConfig(bits=8, group_size=32, method="rtn")
+OUTPUT = "output head"
+
+
+class FewBitMatrices:
+    """Methods that come before those of `DraftHeads`.
+
+    Attributes:
+        bits: 8 for int8 copies of `matrices` and of the output head's rows, None for the weights as they are. They
+            change what is drafted, never the output. May be set before any call.
+        matrices: names of the parameters [out, in].
+    """
+
+    bits: int | None = None
+    matrices: tuple[str, ...] = ()
+    _copies: dict[str, nn.Module] = {}
+    _copied_from = None
+
+    def bind(self, model) -> None:
+        """As `DraftHeads.bind`. Raises ValueError for other `bits` than 8 or None."""
+        if self.bits not in (None, 8):
+            raise ValueError(f"bits={self.bits!r} of the draft heads: must be 8 or None")
+        super().bind(model)
+        made_from = self.bits, self._weights
+        if self._copied_from != made_from:
+            self._copied_from, self._captures, self._copies = made_from, {}, {}
+            if self.bits is not None:
+                weights = {name: getattr(self, name) for name in self.matrices}
+                weights[OUTPUT] = self._bound[1][0]
+                self._copies = {name: _int8(weight) for name, weight in weights.items() if weight is not None}
+
+    def multiply(self, x: torch.Tensor, name: str, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., in] times one of `matrices`: [..., out]."""
+        copy = self._copies.get(name)
+        if copy is None:
+            return linear(x, getattr(self, name), bias)
+        return copy(x) if bias is None else copy(x) + bias
+
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
+        copy, bias = self._copies.get(OUTPUT), self._bound[1][1]
+        if copy is None:
+            return super().logits(features)
+        return copy(features) if bias is None else copy(features) + bias.to(features.dtype)
+
+
+@torch.no_grad()
+def _int8(weight: torch.Tensor) -> nn.Module:
+    """A layer without a bias that multiplies with `weight` [out, in] in int8."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    tensors = methods.quantize(weight.detach(), _INT8.format(), _INT8.method_name())
+    return compress_linear(layer, _INT8.format(), tensors).eval()
