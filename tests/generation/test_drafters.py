@@ -10,7 +10,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 from hf_efficient import BestOf, Speculation, TokenRecycling, enable_speculation
 from hf_efficient.generation.drafters.assistant import AssistantDrafter
 from hf_efficient.generation.drafters.prompt_lookup import PromptLookup
-from hf_efficient.generation.drafters.suffix_automaton import SuffixAutomaton
+from hf_efficient.generation.drafters.suffix_automaton import SuffixAutomaton, Walk
 from hf_efficient.generation.sequences import Sequences
 
 
@@ -89,6 +89,39 @@ class TestPromptLookup:
         assert proposal.probabilities is None and proposal.parents is None
         for max_ngram, first in ((1, 9), (2, 7), (3, 7)):
             assert self.begin([row], max_ngram=max_ngram).propose([10], 63).tokens[0, 0] == first
+
+    def test_sequences_with_one_prompt_look_into_each_other(self):
+        """Against a search of the longest suffix of each row in the others, for texts that part and meet again."""
+        rows = [[1, 2, 3, 40], [1, 2, 3, 40], [1, 2, 9, 40]]
+        drafter = self.begin(rows)
+        new = [[30, 31, 32, 33, 34], [50, 30, 31], [50, 30, 31]]
+        drafter.accept(new)
+        proposal = drafter.propose([3, 3, 3], 63)
+        assert proposal.counts.tolist() == [0, 3, 0] and proposal.tokens[1].tolist() == [32, 33, 34]
+        drafter.accept([[60], [32, 61], [60]])
+        assert drafter.propose([3, 3, 3], 63) is None, "61 stands nowhere else"
+        drafter.accept([[61, 62], [40, 30, 31, 32], [60]])
+        drafter.select([1, 0])
+        assert drafter.propose([2, 2], 63).tokens[0].tolist() == [33, 34]
+        assert self.begin(rows, max_ngram=2).propose([3, 3, 3], 63) is None
+
+    @pytest.mark.parametrize("vocabulary", [2, 4, 9])
+    def test_walks_find_the_longest_suffix(self, vocabulary):
+        """Of one text in another that grows, too, token by token, against a search."""
+        generator = torch.Generator().manual_seed(vocabulary)
+        text, own, automaton = [], [], SuffixAutomaton()
+        walk = Walk(automaton)
+        for theirs, ours in torch.randint(vocabulary, (60, 2), generator=generator).tolist():
+            text.append(theirs)
+            automaton.append(theirs)
+            own.append(ours)
+            walk.settle()
+            walk.advance(ours)
+            spans = {tuple(text[i:j]) for i in range(len(text)) for j in range(i, len(text) + 1)}
+            longest = max(n for n in range(len(own) + 1) if tuple(own[len(own) - n :]) in spans)
+            assert walk.matched <= longest and tuple(own[len(own) - walk.matched :]) in spans
+            ends = [i for i in range(len(text) + 1) if text[i - walk.matched : i] == own[len(own) - walk.matched :]]
+            assert set(automaton.following[walk.state]) == {text[i] for i in ends if i < len(text)}
 
     def test_sequences_without_a_match_propose_nothing(self):
         drafter = self.begin([[1, 2, 3, 4], [7, 8, 9, 7], [5, 6, 5, 6, 5]])

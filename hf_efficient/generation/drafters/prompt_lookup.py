@@ -3,7 +3,7 @@
 from heapq import heappop, heappush
 
 from hf_efficient.generation.drafters.base import Drafter
-from hf_efficient.generation.drafters.suffix_automaton import SuffixAutomaton
+from hf_efficient.generation.drafters.suffix_automaton import SuffixAutomaton, Walk
 from hf_efficient.generation.sequences import Sequences
 from hf_efficient.generation.speculation.proposal import Proposal
 from hf_efficient.generation.speculation.token_tree import RowTree, proposal_of
@@ -16,6 +16,7 @@ _PRIOR_TOKENS = 8.0  # tokens of the user's own that they weigh as much as
 _MAX_COUNT = 256.0  # matches of a bucket after which its counts are halved
 _LATEST_SHARE = 0.3  # of the probability, for the latest continuation; the rest is shared by frequency
 _MIN_CONFIDENCE = 0.01  # less probable guesses are not made
+MOST_SHARED = 4  # other sequences with the same prompt that one looks into
 
 
 class PromptLookup(Drafter):
@@ -24,7 +25,8 @@ class PromptLookup(Drafter):
 
     Where several continuations were seen, the proposal is a tree of them, grown from the most probable node; the latest
     and the most frequent are the most probable. A copy continues into its own output, so a repeated phrase is drafted
-    to full length. Of an encoder-decoder, the text that the encoder read is looked up, too. How often matches of each
+    to full length. Of an encoder-decoder, the text that the encoder read is looked up, too. Sequences with the same
+    prompt, such as samples of it, look into each other where that matches further. How often matches of each
     length are right is learned from every sequence, for later calls too.
     Takes no model; O(nodes) a step and sequence, and O(1) amortised a token, on the host.
 
@@ -45,7 +47,7 @@ class PromptLookup(Drafter):
         self.max_tokens, self.max_ngram = num_tokens, max_ngram
         self.right = [rate * _PRIOR_TOKENS for rate in _ACCURACIES]
         self.matches = [_PRIOR_TOKENS] * len(_ACCURACIES)
-        self.rows, self._new = [], []  # sequences, and tokens that they do not hold yet
+        self.rows, self.walks, self._new = [], [], []  # sequences, and tokens that they do not hold yet
 
     @property
     def remembered_by(self):
@@ -55,6 +57,7 @@ class PromptLookup(Drafter):
         self._read()
         self.device = sequences.device
         self.rows = [SuffixAutomaton() for _ in sequences.live]
+        self.walks = self._walks(sequences)
         source = None if sequences.source is None else sequences.source.rows(sequences.live).token_lists()
         for number, (row, tokens) in enumerate(zip(self.rows, sequences.token_lists())):
             for token in [*(source[number] if source else ()), *tokens]:
@@ -63,13 +66,38 @@ class PromptLookup(Drafter):
     def propose(self, limits: list[int], nodes: int) -> Proposal | None:
         self._read()
         nodes = min(nodes, self.max_tokens)
-        return proposal_of([self.guess(row, limit, nodes) for row, limit in zip(self.rows, limits)], self.device)
+        rows = zip(self.rows, limits, self.walks)
+        return proposal_of([self.guess(row, limit, nodes, walks) for row, limit, walks in rows], self.device)
 
-    def guess(self, row: SuffixAutomaton, depth: int, nodes: int) -> RowTree:
+    def _walks(self, sequences: Sequences) -> list[list[Walk]]:
+        """For each sequence, a walk in the text of each other one that shares its prompt."""
+        if self.max_ngram is not None:  # walks match as far as they can
+            return [[] for _ in self.rows]
+        prompts, shared = sequences.tokens[sequences.live, : sequences.prompt_length].tolist(), {}
+        for row, prompt in zip(self.rows, prompts):
+            shared.setdefault(tuple(prompt), []).append(row)
+        others = [[row for row in shared[tuple(prompt)] if row is not own] for own, prompt in zip(self.rows, prompts)]
+        return [[Walk(text) for text in texts[:MOST_SHARED]] for texts in others]
+
+    def guess(self, row: SuffixAutomaton, depth: int, nodes: int, walks: tuple | list[Walk] = ()) -> RowTree:
         """At most `nodes` guesses of what follows a sequence, the most probable first."""
+        state = row.match(self.max_ngram)
+        matched = row.length[state]
+        best = None
+        for walk in walks:
+            walk.settle()
+            # where the other text ends there is nothing to copy yet
+            if walk.matched > matched and walk.text.following[walk.state]:
+                best, matched = walk, walk.matched
+        if best is not None:
+            return self._grown(best.text, best.state, matched, depth, nodes)
+        return self._grown(row, state, row.length[row.whole], depth, nodes)
+
+    def _grown(self, row: SuffixAutomaton, state: int, matched: int, depth: int, nodes: int) -> RowTree:
+        """From a state of `row`, which `matched` tokens lead to."""
         following, link, length, count, latest = row.following, row.link, row.length, row.count, row.latest
         tokens, parents, confidence, heap, pushed = [], [], [], [], 0
-        state, matched, chance, level = row.match(self.max_ngram), length[row.whole], 1.0, 0
+        chance, level = 1.0, 0
         while True:
             while not following[state]:  # at the end of the sequence the copy continues where it began
                 state = link[state]
@@ -102,6 +130,11 @@ class PromptLookup(Drafter):
             for row, new in zip(self.rows, tokens):
                 for token in new:
                     self.read(row, token)
+            for walks, new in zip(self.walks, tokens):
+                for walk in walks:
+                    walk.settle()
+                    for token in new:
+                        walk.advance(token)
         self._new = []
 
     def read(self, row: SuffixAutomaton, token: int) -> None:
@@ -122,7 +155,7 @@ class PromptLookup(Drafter):
 
     def select(self, rows: list[int]) -> None:
         self._read()
-        self.rows = [self.rows[row] for row in rows]
+        self.rows, self.walks = ([each[row] for row in rows] for each in (self.rows, self.walks))
 
 
 def _bucket(matched: int) -> int:

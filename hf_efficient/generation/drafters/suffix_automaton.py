@@ -70,3 +70,28 @@ class SuffixAutomaton:
         while longest is not None and state and self.length[self.link[state]] >= longest:
             state = self.link[state]
         return state
+
+
+class Walk:
+    """Where the latest tokens of one sequence stand in the text of another: `matched` of them lead to `state`."""
+
+    def __init__(self, text: SuffixAutomaton):
+        self.text, self.state, self.matched = text, 0, 0
+
+    def advance(self, token: int) -> None:
+        following, link, length = self.text.following, self.text.link, self.text.length
+        state = self.state
+        while state > 0 and token not in following[state]:
+            state = link[state]
+            self.matched = min(self.matched, length[state])
+        if token in following[state]:
+            state = following[state][token]
+            self.matched += 1
+        self.state = state
+        self.settle()
+
+    def settle(self) -> None:
+        """After the text has grown: shorter strings of a state may have got one of their own."""
+        link, length = self.text.link, self.text.length
+        while self.state > 0 and self.matched <= length[link[self.state]]:
+            self.state = link[self.state]
