@@ -30,6 +30,7 @@ HAS_STATES = {
     "transformers.models.lfm2.modeling_lfm2": "Lfm2ForCausalLM",
     "transformers.models.qwen3_next.modeling_qwen3_next": "Qwen3NextForCausalLM",
 }
+SCALES_OF_STATES = ("ssm_in_multiplier",)  # attributes of these modules by which they scale what their `in_proj` reads
 # The same where all layers have one: they take no positions, and their cache by this name.
 STATES_ALONE = {
     "transformers.models.falcon_mamba.modeling_falcon_mamba": "FalconMambaForCausalLM",

@@ -1,8 +1,8 @@
 """What `RaggedModel` does otherwise for models of which some layers have a recurrent state (Jamba, LFM2, Qwen3-Next,
 Falcon-H1) or all (Mamba).
 
-A state cannot be taken back from, so these layers read the tokens of a forward one by one and note their state before
-each. All other layers read the tokens at once.
+A state says nothing of earlier ones, so these layers read the tokens of a forward one by one and note their state before
+each. All other layers read the tokens at once, and so do the projections of these.
 """
 
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from hf_efficient.cache.layer_groups import HYBRID, RECURRENT
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.cache.recurrent_layer import RecurrentLayer
 from hf_efficient.cache.state_cache import StateCache
+from hf_efficient.generation.state_projections import Projections
 from hf_efficient.integrations.transformers_loop import STATES_NAME, prefill
 
 
@@ -71,29 +72,34 @@ def token_by_token(model, cache: PagedCache | StateCache) -> Iterator[None]:
     their state in `cache` before each of them."""
     thread, whole = get_ident(), {}
 
-    def before(layer: RecurrentLayer, module, args, kwargs):
+    def before(layer: RecurrentLayer, together: Projections, module, args, kwargs):
         if get_ident() != thread:
             return None
         kwargs = {**kwargs, "attention_mask": None} if "attention_mask" in kwargs else kwargs
         hidden = whole[layer] = args[0] if args else kwargs["hidden_states"]
         layer.forget_notes()
         layer.note()
+        together.begin(hidden)
         return _with(args, kwargs, hidden[:, :1])
 
-    def after(layer: RecurrentLayer, module, args, kwargs, output):
+    def after(layer: RecurrentLayer, together: Projections, module, args, kwargs, output):
         if get_ident() != thread:
             return None
         hidden, outputs = whole.pop(layer), [output]
         for token in hidden.split(1, 1)[1:]:
             layer.note()
+            together.column += 1
             args, kwargs = _with(args, kwargs, token)
             outputs.append(module.forward(*args, **kwargs))
-        return torch.cat(outputs, 1)
+        return together.end(outputs)
 
     with ExitStack() as hooks:
         for layer, mixer in mixers(model, cache):
-            hooks.enter_context(mixer.register_forward_pre_hook(partial(before, layer), with_kwargs=True))
-            hooks.enter_context(mixer.register_forward_hook(partial(after, layer), with_kwargs=True))
+            together = Projections(mixer)
+            hooks.enter_context(mixer.register_forward_pre_hook(partial(before, layer, together), with_kwargs=True))
+            hooks.enter_context(mixer.register_forward_hook(partial(after, layer, together), with_kwargs=True))
+            for hook in together.hooks(thread):
+                hooks.enter_context(hook)
         yield
 
 
