@@ -6,14 +6,14 @@ from encoder_decoder_models import random_weights
 
 
 _SIZES = dict(
-    vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+    vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0,
     tie_word_embeddings=False,
 )  # fmt: skip
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
 _DELTA = dict(
     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8, head_dim=16,
-    full_attention_interval=3,
+    full_attention_interval=2,
 )  # fmt: skip
 # name -> (config class, its arguments)
 MODELS = {
@@ -26,7 +26,7 @@ MODELS = {
     ),
     "mamba": ("MambaConfig", dict(state_size=8, time_step_rank=4)),
     "mamba2": ("Mamba2Config", dict(state_size=8, num_heads=8, head_dim=16, n_groups=2, chunk_size=8)),
-    "lfm2": ("Lfm2Config", dict(layer_types=["conv", "full_attention", "conv"], conv_L_cache=3)),
+    "lfm2": ("Lfm2Config", dict(layer_types=["conv", "full_attention"], conv_L_cache=3)),
     "qwen3_next": ("Qwen3NextConfig", {**_EXPERTS, **_DELTA}),
     "falcon_h1": (
         "FalconH1Config",
