@@ -14,7 +14,7 @@ Ways to generate, greedy, whole calls of generate() with the prefill:
 - transformers: plain generate() of a model that this package has not touched (sdpa, DynamicCache).
 - transformers prompt_lookup N, transformers assistant: its own speculation (batch 1); goals compare with the faster N.
 - the others: our drafters. `both` is the best of prompt lookup and token recycling; `assistant` drafts with the same
-  4-bit model as transformers' assistant; `heads` are those of --heads, trained by `hf-efficient train-draft`.
+  4-bit model as transformers' assistant; `heads` are those of --heads, trained by `hf-efficient train-draft`, and `heads int8` the same with int8 matrices.
 The model is in bf16. With --bits 4 it has int4 weights, an int8 output head and inputs rounded to int8 (then there is
 no assistant: it would be the target).
 
@@ -181,6 +181,10 @@ def ways_to_generate(heads: Path | None, bits: int) -> tuple[dict, tuple]:
     if heads is not None:
         trained = hf_efficient.DraftHeads.from_pretrained(heads)
         found["heads"] = ("generate", 8, drafted(lambda: trained))
+        if hasattr(trained, "matrices"):
+            rounded = hf_efficient.DraftHeads.from_pretrained(heads)
+            rounded.bits = 8
+            found["heads int8"] = ("generate", 8, drafted(lambda: rounded))
     return found, instrument(ours)
 
 
