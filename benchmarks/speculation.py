@@ -14,7 +14,8 @@ Ways to generate, greedy, whole calls of generate() with the prefill:
 - transformers: plain generate() of a model that this package has not touched (sdpa, DynamicCache).
 - transformers prompt_lookup N, transformers assistant: its own speculation (batch 1); goals compare with the faster N.
 - the others: our drafters. `both` is the best of prompt lookup and token recycling; `assistant` drafts with the same
-  4-bit model as transformers' assistant; `heads` are those of --heads, trained by `hf-efficient train-draft`, and `heads int8` the same with int8 matrices.
+  4-bit model as transformers' assistant; `heads` are those of --heads, trained by `hf-efficient train-draft`, and
+  `heads int8` are the same with int8 matrices.
 The model is in bf16. With --bits 4 it has int4 weights, an int8 output head and inputs rounded to int8 (then there is
 no assistant: it would be the target).
 
