@@ -11,14 +11,18 @@ from hf_efficient.layers import compress_linear
 
 _INT8 = WeightOnlyConfig(bits=8, group_size=32, method="rtn")
 OUTPUT = "output head"
+# of x: more are multiplied by the weights as they are. On SmolLM2-135M and two cores a draft took 9.4 ms in bfloat16 and
+# 5.7 in int8 for one sequence, 10.7 and 11.8 for eight.
+MOST_ROWS = 16
 
 
 class FewBitMatrices:
     """Methods that come before those of `DraftHeads`.
 
     Attributes:
-        bits: 8 for int8 copies of `matrices` and of the output head's rows, None for the weights as they are. They
-            change what is drafted, never the output. May be set before any call.
+        bits: 8 for int8 copies of `matrices` and of the output head's rows, which few tokens at once are multiplied
+            with; None for the weights as they are. They change what is drafted, never the output. May be set before
+            any call.
         matrices: names of the parameters [out, in].
     """
 
@@ -42,13 +46,16 @@ class FewBitMatrices:
 
     def multiply(self, x: torch.Tensor, name: str, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., in] times one of `matrices`: [..., out]."""
-        copy = self._copies.get(name)
+        copy = self._copy(name, x)
         if copy is None:
             return linear(x, getattr(self, name), bias)
         return copy(x) if bias is None else copy(x) + bias
 
+    def _copy(self, name: str, x: torch.Tensor) -> nn.Module | None:
+        return self._copies.get(name) if x.shape[:-1].numel() <= MOST_ROWS else None
+
     def logits(self, features: torch.Tensor) -> torch.Tensor:
-        copy, bias = self._copies.get(OUTPUT), self._bound[1][1]
+        copy, bias = self._copy(OUTPUT, features), self._bound[1][1]
         if copy is None:
             return super().logits(features)
         return copy(features) if bias is None else copy(features) + bias.to(features.dtype)
