@@ -11,8 +11,8 @@ from hf_efficient.layers import compress_linear
 
 _INT8 = WeightOnlyConfig(bits=8, group_size=32, method="rtn")
 OUTPUT = "output head"
-# of x: more are multiplied by the weights as they are. On SmolLM2-135M and two cores a draft took 9.4 ms in bfloat16 and
-# 5.7 in int8 for one sequence, 10.7 and 11.8 for eight.
+# of x: more are multiplied by the weights as they are. On SmolLM2-135M and two cores a draft took 9.4 ms in bfloat16
+# and 5.7 in int8 for one sequence, 10.7 and 11.8 for eight.
 MOST_ROWS = 16
 
 
