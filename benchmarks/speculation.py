@@ -140,18 +140,21 @@ def ways_to_generate(heads: Path | None, bits: int) -> tuple[dict, tuple]:
         head = {"quantize_lm_head": True, "overrides": {"lm_head": {"bits": 8}}}
         int4 = hf_efficient.WeightOnlyConfig(bits=4, **head, int8_on_cpu=True)
         quantized = {"quantization_config": int4}
-    ours, theirs = (load(**quantized) for _ in range(2))
+    ours = load(**quantized)
     hf_efficient.enable_speculation(ours).set_attn_implementation("flash_paged")
     four_bits = hf_efficient.WeightOnlyConfig(bits=4, group_size=32)
-    draft = load(quantization_config=four_bits)
-    settings = draft.generation_config
+
+    # loaded where a way is asked for that needs them
+    theirs = functools.cache(lambda: load(**quantized))
+    draft = functools.cache(lambda: load(quantization_config=four_bits))
+    settings = functools.cache(lambda: copy.deepcopy(draft().generation_config))
     itself = hf_efficient.SelfSpeculation(bits=4)
 
     def assisted(model, implementation):
         def generate(**inputs):
-            draft.set_attn_implementation(implementation)
-            draft.generation_config = copy.deepcopy(settings)  # transformers learns in it
-            return model.generate(**inputs, assistant_model=draft)
+            draft().set_attn_implementation(implementation)
+            draft().generation_config = copy.deepcopy(settings())  # transformers learns in it
+            return model().generate(**inputs, assistant_model=draft())
 
         return generate
 
@@ -162,17 +165,17 @@ def ways_to_generate(heads: Path | None, bits: int) -> tuple[dict, tuple]:
         return lambda **inputs: ours.generate(**inputs, assistant_model=make())
 
     def looking_up(model, guesses):
-        return lambda **inputs: model.generate(**inputs, prompt_lookup_num_tokens=guesses)
+        return lambda **inputs: model().generate(**inputs, prompt_lookup_num_tokens=guesses)
 
     found = {
         "generate": ("generate", 8, ours.generate),
-        "prompt_lookup": ("generate", 8, looking_up(ours, GUESSES)),
+        "prompt_lookup": ("generate", 8, looking_up(lambda: ours, GUESSES)),
         # new ones each time, as they learn the answers
         "token_recycling": ("generate", 8, drafted(hf_efficient.TokenRecycling)),
         "both": ("generate", 8, drafted(both)),
         "self_speculation": ("generate", 8, drafted(lambda: itself)),
-        "assistant": ("generate", 8, assisted(ours, "flash_paged")),
-        "transformers": ("transformers", 8, theirs.generate),
+        "assistant": ("generate", 8, assisted(lambda: ours, "flash_paged")),
+        "transformers": ("transformers", 8, lambda **inputs: theirs().generate(**inputs)),
         **{f"transformers prompt_lookup {n}": ("transformers", 1, looking_up(theirs, n)) for n in THEIRS},
         "transformers assistant": ("transformers", 1, assisted(theirs, "sdpa")),
     }
