@@ -322,33 +322,41 @@ def goals(bench: Benchmark) -> list[tuple]:
     ]
 
 
+def cases(bench: Benchmark, shapes, tokens) -> None:
+    for n, k in shapes:
+        for format in FORMATS:
+            everything = format.name in ALL_CASES or bench.tiny
+            if everything or (n, k) in SOME_SHAPES:
+                most = 64 if format.name.startswith("2:4") else max(tokens)  # above, torch expands it
+                chosen = [m for m in tokens if m <= most and (everything or m in SOME_TOKENS)]
+                with bench.attempt(format.name, ours=True):
+                    ours(bench, format, n, k, chosen)
+        if (n, k) == (28672, 4096) or bench.tiny:
+            few = [m for m in tokens if m <= 64]
+            with bench.attempt("gate + up", ours=True):
+                gate_up(bench, n, k, few)
+            with bench.attempt("experts", ours=True):
+                experts(bench, n // 2, k, few)
+    square, rows = ((80, 256), [17]) if bench.tiny else (SQUARE, [8192])
+    for format in (*PRODUCTS_ONLY, *(format for format in FORMATS if format.name in ALL_CASES[2:4])):
+        with bench.attempt(format.name, ours=True):
+            ours(bench, format, *square, rows)
+
+
 def main(arguments: list[str] | None = None) -> int:
     bench = Benchmark("linear", __doc__, arguments)
     shapes, tokens = (SHAPES, TOKENS) if not bench.quick else (SHAPES[1:3], [1, 16, 64, 256])
     if bench.tiny:
         shapes, tokens = [(80, 256)], [3]
     with torch.no_grad():
-        for n, k in shapes:
-            peers(bench, n, k, tokens)
-            for format in FORMATS:
-                everything = format.name in ALL_CASES or bench.tiny
-                if everything or (n, k) in SOME_SHAPES:
-                    most = 64 if format.name.startswith("2:4") else max(tokens)  # above, torch expands it
-                    chosen = [m for m in tokens if m <= most and (everything or m in SOME_TOKENS)]
-                    with bench.attempt(format.name, ours=True):
-                        ours(bench, format, n, k, chosen)
-            if (n, k) == (28672, 4096) or bench.tiny:
-                few = [m for m in tokens if m <= 64]
-                with bench.attempt("gate + up", ours=True):
-                    gate_up(bench, n, k, few)
-                with bench.attempt("experts", ours=True):
-                    experts(bench, n // 2, k, few)
-        square, rows = ((80, 256), [17]) if bench.tiny else (SQUARE, [8192])
-        if not bench.tiny:
-            peers(bench, *square, rows)
-        for format in (*PRODUCTS_ONLY, *(format for format in FORMATS if format.name in ALL_CASES[2:4])):
-            with bench.attempt(format.name, ours=True):
-                ours(bench, format, *square, rows)
+        for is_ours in bench.turns():
+            if is_ours:
+                cases(bench, shapes, tokens)
+                continue
+            for n, k in shapes:
+                peers(bench, n, k, tokens)
+            if not bench.tiny:
+                peers(bench, *SQUARE, [8192])
     return bench.finish(goals(bench))
 
 

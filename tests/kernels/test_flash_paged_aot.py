@@ -82,14 +82,18 @@ def test_every_option(target, dim, dtype, page_size):
     check(compile_forward(target, dim, dtype=dtype, page_size=page_size, options=True))
 
 
-@pytest.mark.parametrize("variant, dim", [("tma", 128), ("warp_specialized", 64), ("warp_specialized", 128)])
-def test_hopper(variant, dim):
-    tile, specialized = forward_hopper.CONFIGS[variant], variant == "warp_specialized"
+def compile_hopper(variant, dim, causal=True):
+    tile = forward_hopper.CONFIGS[variant]
     pointers = {**dict.fromkeys(("q", "k", "v", "out"), "*bf16"), "lse": "*fp32"}
     pointers["cu_seqlens_q"] = pointers["cu_seqlens_k"] = "*i32"
     constexprs = {"GROUP": 4, "HEAD_DIM": dim, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-    constexprs.update(CAUSAL=True, MASKED=True, WARP_SPECIALIZE=specialized)
-    compiled = build(forward_hopper.hopper_kernel, constexprs, pointers, "sm_90", tile)
+    constexprs.update(CAUSAL=causal, MASKED=causal, WARP_SPECIALIZE=variant == "warp_specialized")
+    return build(forward_hopper.hopper_kernel, constexprs, pointers, "sm_90", tile)
+
+
+@pytest.mark.parametrize("variant, dim", [("tma", 128), ("warp_specialized", 64), ("warp_specialized", 128)])
+def test_hopper(variant, dim):
+    compiled, specialized = compile_hopper(variant, dim), variant == "warp_specialized"
     check(compiled)
     assert compiled.count("HGMMA") > 0 and compiled.count("UTMALDG") > 0
     assert compiled.count("LDGSTS") == 0, "all tiles come through the TMA"

@@ -22,9 +22,6 @@ from .kv_formats import QuantizedKV
 from .tiles import INTERPRETED, dot, load_rows, score_scales, softmax_weights
 
 
-_PROGRAMS_PER_PROCESSOR = 2
-
-
 @triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "appended", "left", "right", "tiles", "kv_heads"])
 def decode_kernel(
     q, k, v, out, lse, partial, statistics, arrivals, sinks, slopes, tree_mask, cache_seqlens,
@@ -87,8 +84,8 @@ def decode_kernel(
             start = tl.multiple_of(start, BLOCK_N)
             page, slot, offset, present = locate(pages, start, length, PAGE_SIZE, BLOCK_N)
             pages = find_pages(own_table, sequence, start + BLOCK_N, length, PAGE_SIZE, BLOCK_N)
-            key_rows = k_head + page * stride_kb + slot * stride_kt + offset * stride_kt
-            value_rows = v_head + page * stride_vb + slot * stride_vt + offset * stride_vt
+            key_rows = k_head + offset * stride_kt + page * stride_kb + slot * stride_kt
+            value_rows = v_head + offset * stride_vt + page * stride_vb + slot * stride_vt
             keys = load_rows(key_rows, present, True, HEAD_DIM, BLOCK_D)
             values = load_rows(value_rows, present, True, VALUE_DIM, BLOCK_DV)
             s = dot(query, tl.trans(keys))
@@ -146,10 +143,10 @@ def attend_few(
     group = heads // kv_heads
     paged = block_table is not None
     capacity = page_size * (block_table.shape[1] if paged else 1)
-    rows = queries * group
+    rows, is_nvidia = queries * group, not INTERPRETED and not torch.version.hip
     if quantized is None:
         kernel, config = decode_kernel, decode_config(q.dtype, max(head_dim, value_dim), rows)
-        block_n, warps, per_processor = config.block_n, config.num_warps, _PROGRAMS_PER_PROCESSOR
+        block_n, warps = config.block_n, config.num_warps
         block_dv = max(16, triton.next_power_of_2(value_dim))
         arrays, beside = (k, v), ()
         options = {"BLOCK_N": block_n, "BLOCK_D": max(16, triton.next_power_of_2(head_dim)), "BLOCK_DV": block_dv}
@@ -157,19 +154,14 @@ def attend_few(
     else:
         tokens = 0 if quantized.bits == 8 else page_size // quantized.k_scale.shape[1]
         kernel, config = decode_codes_kernel, codes_config(max(head_dim, value_dim), rows, tokens)
-        warps, block_n, per_processor = config.warps, config.keys * config.warps, config.programs_per_processor
+        warps, block_n = config.warps, config.keys * config.warps
         arrays, beside, options = _codes(k, v, head_dim, quantized)
         block_dv = options["VALUE_BYTES"] * 8 // quantized.bits
-        ptx = not INTERPRETED and not torch.version.hip
-        options |= {
-            "WARPS": warps,
-            "KEYS": config.keys,
-            "magic": MAGIC,
-            "PTX": ptx,
-            **({"maxnreg": config.registers} if ptx else {}),
-        }
+        options |= {"WARPS": warps, "KEYS": config.keys, "magic": MAGIC, "PTX": is_nvidia}
         capacity += options["RING"]
 
+    if is_nvidia and config.registers is not None:
+        options["maxnreg"] = config.registers
     tiles = triton.cdiv(rows, config.block_m)
     if batch * kv_heads * tiles * triton.cdiv(capacity, block_n) >= 2**31:
         raise ValueError(
@@ -178,7 +170,7 @@ def attend_few(
         )
     visited = min(capacity, window[0] + queries + 2 * block_n) if window[0] >= 0 else capacity
     work = batch * kv_heads * tiles * triton.cdiv(max(visited, 1), MIN_KEYS.value)
-    programs = min(per_processor * processors(q.device), work)
+    programs = min(config.programs_per_processor * processors(q.device), work)
     real_rows = min(config.block_m, triton.next_power_of_2(rows))
     partial = torch.empty((2 * programs, real_rows, block_dv), dtype=torch.float32, device=q.device)
     statistics = torch.empty((2 * programs, real_rows, 2), dtype=torch.float32, device=q.device)
