@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import sass
 import test_efficient_linear_aot
+import test_efficient_linear_sparse24_aot
 import test_efficient_linear_trellis_aot
 import test_efficient_linear_w8a8_aot
 import test_flash_paged_aot
@@ -17,7 +18,14 @@ import test_flash_paged_decode_aot
 import torch
 from aot import Compiled
 
-from hf_efficient.kernels.efficient_linear import launch_configs, trellis, trellis_packing, w8a8_configs
+from hf_efficient.kernels.efficient_linear import (
+    launch_configs,
+    sparse24,
+    sparse24_packing,
+    trellis,
+    trellis_packing,
+    w8a8_configs,
+)
 from hf_efficient.kernels.flash_paged import config, forward_hopper
 
 
@@ -101,6 +109,20 @@ def _w8a8(tokens: int, held: tuple[float, float]) -> Case:
     )
 
 
+def _sparse24(four_bits: bool, held: tuple[float, float]) -> Case:
+    """A weight of the dense matrix, of which half are stored; 4 bits with zero points in groups of 128."""
+    tile = sparse24.TILES[16]
+    return Case(
+        f"2:4 sparse {'int4' if four_bits else 'bf16'}, up to 16 rows",
+        lambda target: test_efficient_linear_sparse24_aot.compile_product(target, 16, four_bits),
+        tile.block_n * sparse24_packing.COLUMNS,
+        32 * tile.num_warps,
+        "a weight",
+        5.0,
+        held,
+    )
+
+
 def _trellis(tokens: int, held: tuple[float, float]) -> Case:
     return Case(
         f"trellis of 2 bits, up to {tokens} rows",
@@ -153,6 +175,8 @@ CASES = [
     _weights(4, 64, None, (3.72, 7.44)),
     _weights(8, 16, None, (5.4, 5.75)),
     _w8a8(16, (1.10, 1.0)),
+    _sparse24(False, (2.87, 3.6)),
+    _sparse24(True, (3.83, 5.2)),
     _trellis(16, (11.4, 11.5)),
     _prefill(240, (366, 545)),
     _warp_specialised(240, 233),

