@@ -18,8 +18,9 @@ from hf_efficient.kernels.linear.native_rounded import NativeRoundedLayout
 
 LAYERS = 32
 CONFIGS = {"bf16": None, "int4": WeightOnlyConfig(bits=4, group_size=32, method="rtn"), "W8A8": W8A8Config()}
-# operators of ours that launch more than one kernel on a device: append and attend; round x and multiply
-KERNELS = {"flash_attn_with_kvcache": 2, "rotary_attn_with_kvcache": 2, "quantized_linear": 2}
+# operators of ours that launch more than one kernel on a device: append and attend. One token is rounded by the kernel
+# that multiplies it
+KERNELS = {"flash_attn_with_kvcache": 2, "rotary_attn_with_kvcache": 2}
 
 
 @contextlib.contextmanager

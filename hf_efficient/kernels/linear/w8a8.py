@@ -168,6 +168,8 @@ def _silu_mul_quantize_cpu(gate, up, format, scale, zero_point):
 
 def _quantized_linear_cuda(x, w_codes, w_scale, bias, format, scale, zero_point, w_zero_point, w_sums):
     kernels = op.triton_kernels()
+    if len(x) == 1 and format == "int8" and scale is None and w_zero_point is None and x.is_contiguous():
+        return kernels.rounded_w8a8_linear(x, w_codes, w_scale, bias)
     codes, scale, zero_point = kernels.quantize(x, format, scale, zero_point)
     if "fp8" in format:
         return kernels.fp8_linear(codes, w_codes, scale, w_scale, bias, out_dtype=x.dtype)
