@@ -102,7 +102,7 @@ def test_every_stage_runs_through_on_tiny_sizes(tmp_path):
     """Every case of ours is computed, compared with its reference and recorded; goals are named, none is claimed. What
     is left fits into the 8 files that a lent machine gives back."""
     out, cache = tmp_path / "out", tmp_path / "cache"
-    result = stage("all", "--seconds", "270", OUT=str(out), CACHE=str(cache))
+    result = stage("all", "--seconds", "9999", OUT=str(out), CACHE=str(cache))
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-3000:]
     found = {path.name for path in out.iterdir()}
     assert found == {"gpu.log", "numeric.xml", *(f"{name}.json" for name in CASES_OF_OURS)}

@@ -141,7 +141,14 @@ def test_every_tile_fits_rocm():
 @pytest.mark.parametrize("target, instruction", [("sm_80", "IMMA"), ("sm_90", "IGMMA"), ("gfx942", "v_mfma")])
 def test_one_token_is_rounded_by_the_product(target, instruction):
     tile = w8a8_configs.choose_tile(1, False, True)
-    types = {"x_ptr": "*bf16", "w_ptr": "*i8", "w_scale_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16"}
+    types = {
+        "x_ptr": "*bf16",
+        "up_ptr": "*bf16",
+        "w_ptr": "*i8",
+        "w_scale_ptr": "*fp32",
+        "bias_ptr": "*bf16",
+        "out_ptr": "*bf16",
+    }
     types |= dict.fromkeys(("partial_ptr", "arrivals_ptr"), "*i32")
     constexprs = dict(EVEN_K=True, SPLIT=True, BLOCK_N=tile.block_n, BLOCK_M=tile.block_m)
     kernel, stages = rounded_w8a8.rounded_w8a8_kernel, stages_on(target, tile)

@@ -396,8 +396,12 @@ def test_one_token_is_rounded_by_the_product(out_features, in_features, dtype, k
     for x in rows(3, in_features, dtype, kernel_device)[:, None]:
         codes, scale, _ = efficient_linear.quantize(x, "int8")
         expected = efficient_linear.w8a8_linear(codes, w_codes, scale, w_scale, bias, out_dtype=dtype)
+        up = torch.randn_like(x)
+        codes, scale, _ = efficient_linear.silu_mul_quantize(x, up, format="int8")
+        gated = efficient_linear.w8a8_linear(codes, w_codes, scale, w_scale, bias, out_dtype=dtype)
         for _ in linear_checks.in_one_part_and_in_several(monkeypatch):
             assert torch.equal(efficient_linear.rounded_w8a8_linear(x, w_codes, w_scale, bias), expected)
+            assert torch.equal(efficient_linear.rounded_w8a8_linear(x, w_codes, w_scale, bias, up), gated)
 
 
 def test_what_the_product_that_rounds_refuses(kernel_device):
