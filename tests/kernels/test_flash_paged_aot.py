@@ -10,7 +10,7 @@ from hf_efficient.kernels.flash_paged import config, forward, forward_hopper, ti
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MATRIX_INSTRUCTION = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
-KIND = {"sm_80": "sm_80", "sm_90": "sm_90", "sm_100": "sm_100", "gfx942": "amd"}
+KIND = {"sm_80": "sm_80", "sm_90": "sm_90", "sm_100": "sm_100", "gfx942": "amd", "sm_89": "sm_80"}
 # KiB of shared memory a block; the sm_80 row of the table also serves sm_86, sm_89 and sm_120, which have 99
 SHARED = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 

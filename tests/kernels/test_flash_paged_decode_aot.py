@@ -18,9 +18,9 @@ def power_of_two(dim):
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def build(target, name, dim, page_size, value_dim=None, rows=4, dtype="bf16", options=False):
+def build(target, name, dim, page_size, value_dim=None, rows=4, dtype="bf16", options=False, packed=False):
     """As `attend_few` launches it: one query of `rows` heads that share a key head, keys of format `name` in pages,
-    groups of 64 tokens; `options`: a token tree and every option."""
+    groups of 64 tokens; `options`: a token tree and every option; packed: queries of packed sequences."""
     value_dim, bits = value_dim or dim, BITS[name]
     backend = "amd" if target == "gfx942" else "nvidia"
     constexprs = {"GROUP": rows, "HEAD_DIM": dim, "VALUE_DIM": value_dim, "PAGE_SIZE": page_size, "BLOCK_B": 32}
@@ -52,6 +52,8 @@ def build(target, name, dim, page_size, value_dim=None, rows=4, dtype="bf16", op
     pointers = dict.fromkeys(("q", "out"), f"*{dtype}") | dict.fromkeys(("partial", "statistics"), "*fp32")
     pointers |= dict.fromkeys(("arrivals", "cache_seqlens", "block_table"), "*i32")
     pointers |= OPTIONAL if options else dict.fromkeys(OPTIONAL)
+    if name is None:
+        pointers["cu_seqlens_q"] = "*i32" if packed else None
     pointers |= dict.fromkeys(("k", "v"), f"*{dtype}" if name is None else "*i32")
     if name is not None:
         pointers |= dict.fromkeys(("k_scale", "v_scale"), "*fp16")
@@ -86,6 +88,7 @@ def check(compiled, of_codes=False):
     [
         ("sm_80", None, 64, 16, {}),
         ("sm_90", None, 128, 16, {}),
+        ("sm_90", None, 128, 64, {"packed": True}),
         ("sm_100", None, 128, 64, {}),
         ("gfx942", None, 128, 16, {}),
         ("sm_90", None, 192, 16, {"value_dim": 128}),
