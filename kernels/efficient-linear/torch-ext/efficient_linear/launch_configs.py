@@ -58,11 +58,12 @@ FEWEST_STEPS_PER_SPLIT = 4  # of 128 columns: shorter splits spend their time fi
 
 
 def choose_tile(tokens: int, float32: bool, bits: int = 4, rows: int = 0) -> Tile:
-    """The tile for 1 .. DEQUANTIZE_ABOVE tokens. rows: of a weight whose kernel may take `WIDE_64`, else 0."""
+    """The tile for 1 .. DEQUANTIZE_ABOVE tokens; more take that of as many. rows: of a weight whose kernel may take
+    `WIDE_64`, else 0."""
     if rows >= WIDE_ROWS and 32 < tokens <= 64 and bits in (4, 8) and not float32:
         return WIDE_64
     table = FLOAT32_INPUT if float32 else SIXTEEN_BIT_INPUT
-    tile = next(tile for most, tile in table.items() if tokens <= most)
+    tile = next(tile for most, tile in table.items() if min(tokens, DEQUANTIZE_ABOVE) <= most)
     # a step of 3-bit weights is twice as long: with 64 tokens it takes more registers (sm_80) and tensor memory
     # (sm_100) than there are
     return replace(tile, block_m=min(tile.block_m, 32)) if bits == 3 else tile

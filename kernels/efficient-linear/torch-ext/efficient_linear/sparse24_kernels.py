@@ -45,22 +45,11 @@ def of_both_rows(a, b, PLANE: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def select(numbers, selector, PTX: tl.constexpr):
-    """Bytes of `numbers`, or zeros (digit 4). By inline assembly, behind which the compiler leaves both halves of a
-    word together."""
-    if PTX:
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [numbers, selector], tl.int32, is_pure=True, pack=1
-        )
-    else:
-        return permute_bytes(numbers, numbers & 0, selector, PTX)
-
-
-@triton.jit
 def expand(numbers, start, end, DTYPE: tl.constexpr, PTX: tl.constexpr):
     """The stored numbers of a plane's groups, [T, 32, 2], at their positions: DTYPE [T, 128, 2]. start, end: selectors
     of the first and of the last two columns."""
-    columns = tl.join(select(numbers, start, PTX), select(numbers, end, PTX))
+    none = numbers & 0
+    columns = tl.join(permute_bytes(numbers, none, start, PTX), permute_bytes(numbers, none, end, PTX))
     return halves(tl.reshape(tl.permute(columns, (0, 1, 3, 2)), (numbers.shape[0], 128)), DTYPE)
 
 

@@ -4,12 +4,12 @@ Both kernels compute a tile [BLOCK_N rows of the weight, BLOCK_M tokens] of the 
 Codes minus zero points are exact in the dtype of x (entries of a codebook are rounded to it); their products with x are
 added in float32 and multiplied by the group's scale in float32, so a weight is never rounded.
 
-Instructions in the loop for one weight (sm_90, bfloat16, 16 tokens, groups of 64, Triton 3.7): 3.1, 3.2, 3.3, 5.2 for
-2, 3, 4, 8 bits, 0.3 more with zero points; 3.3, 3.4, 4.6 for codebooks of 2, 3, 4 bits. A zero point itself takes none:
-the subtraction that removes the 128 removes it too. Taking both out of the products, as (128 + zero point) * sum(x),
-would save that subtraction, half an instruction a weight. It is not done: it needs sums of x (a second matrix product
-of ones, an eighth of an instruction but as much work again for the matrix units, or a pass before this one), and the
-sum would lose five bits to cancellation (eight in float16).
+Instructions in the loop for one weight (sm_90, bfloat16, 16 tokens, groups of 64, Triton 3.7): 2.7, 3.1, 2.9, 4.8 for
+2, 3, 4, 8 bits, 0.2 more with zero points; 2.8, 3.2, 4.1 for codebooks of 2, 3, 4 bits. A round of the loop takes 256
+columns. A zero point itself takes none: the subtraction that removes the 128 removes it too. Taking both out of the
+products, as (128 + zero point) * sum(x), would save that subtraction, half an instruction a weight. It is not done: it
+needs sums of x (a second matrix product of ones, an eighth of an instruction but as much work again for the matrix
+units, or a pass before this one), and the sum would lose five bits to cancellation (eight in float16).
 """
 
 import triton
