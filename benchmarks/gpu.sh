@@ -7,12 +7,15 @@
 #   1  numeric tests, natively; then compute-sanitizer over one decode and one 4-bit product
 #   2  attention beside its peers      3  linear layers beside theirs
 #   4  generate() of an 8B shape: transformers' loop and ours      5  warp-specialised attention alone: it may hang
+#   all  one after the other in N seconds together; what a stage leaves, the next ones have
 #
-# Everything is written under $OUT (default: output/gpu). Nothing is installed: $PYTHON (default: python3) needs torch
-# and triton, for stage 4 transformers as well. DRY=1 runs small sizes on a CPU, which tests this script.
+# Results are written under $OUT (default: output/gpu), at most 8 files, and everything printed to $OUT/gpu.log.
+# Compiled kernels are kept under $CACHE (default: output/gpu_cache). Nothing is installed: $PYTHON (default: python3)
+# needs torch, triton and transformers, and pytest for stages 1 and 4. DRY=1 runs small sizes on a CPU, which tests this
+# script.
 set -uo pipefail
 
-usage() { sed -n '5,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
+usage() { sed -n '5,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
 
 stage=${1:-}; [[ $# -gt 0 ]] && shift
 only=() seconds=500
@@ -23,59 +26,89 @@ while [[ $# -gt 0 ]]; do
         *) usage ;;
     esac
 done
-[[ $stage =~ ^[1-5]$ ]] || usage
+[[ $stage =~ ^([1-5]|all)$ ]] || usage
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-out=${OUT:-$root/output/gpu} python=${PYTHON:-python3} end=$((SECONDS + seconds))
-mkdir -p "$out"
-# the package as setup.cfg would install it: the adapters stand beside it in the repository
+out=${OUT:-$root/output/gpu} cache=${CACHE:-$root/output/gpu_cache} python=${PYTHON:-python3} end=$((SECONDS + seconds))
+mkdir -p "$out" "$cache" && out=$(cd "$out" && pwd) && cache=$(cd "$cache" && pwd) || exit
+# the package as setup.cfg would install it: the adapters stand beside it in the repository, where Python must not start
 package=$(mktemp -d) && trap 'rm -rf "$package"' EXIT
 mkdir "$package/hf_efficient"
 ln -s "$root"/hf_efficient/* "$package/hf_efficient/"
 ln -s "$root/integrations" "$package/hf_efficient/integrations"
 export PYTHONPATH=$package:$root/tests${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-export TRITON_CACHE_DIR=$out/triton_cache TORCHINDUCTOR_CACHE_DIR=$out/inductor_cache
+export TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor
 
-dry=()
+dry=() jobs=$(nproc) && jobs=$((jobs > 12 ? 12 : jobs)) parts=$jobs
 if [[ -n ${DRY:-} ]]; then
-    dry=(--tiny); export TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=
+    dry=(--tiny) jobs=1 parts=20; export TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=
 fi
 
-# limited NAME COMMAND...: for the time that is left, with its output in $OUT/NAME.log, too
+# limited COMMAND...: for the time that is left, with its output in the log, too
 limited() {
-    local name=$1 left=$((end - SECONDS)); shift
-    if ((left < 5)); then echo "$name: no time left"; return 124; fi
-    timeout --kill-after=10 "$left" "$@" 2>&1 | tee -a "$out/$name.log"
+    local left=$((end - SECONDS))
+    if ((left < 5)); then echo "no time left for: $*" | tee -a "$out/gpu.log"; return 124; fi
+    (cd "$package" && timeout --kill-after=10 "$left" "$@" 2>&1) | tee -a "$out/gpu.log"
+}
+
+# compiled SCRIPT ARGUMENTS...: every kernel of a benchmark compiled before it, by a process on every core
+compiled() {
+    local script=$root/benchmarks/$1.py part left=$(((end - SECONDS) / 3)) first=$SECONDS; shift
+    for ((part = 0; part < jobs; part++)); do
+        (cd "$package" && timeout --kill-after=5 $((left > 1 ? left : 1)) "$python" "$script" --compile "$part/$parts" \
+            --output "$package/$part.json" ${dry[@]+"${dry[@]}"} "$@" ${only[@]+"${only[@]}"} > "$part.log" 2>&1) &
+    done
+    wait
+    echo "compiled in $((SECONDS - first)) s" | tee -a "$out/gpu.log"
 }
 
 # a benchmark begins no case in the last 30 seconds, to write its record
 bench() {
-    local script=$1 name=$2 left=$((end - SECONDS - 30)); shift 2
-    limited "$name" "$python" "$root/benchmarks/$script.py" --output "$out/$name.json" --seconds $((left > 1 ? left : 1)) \
+    local script=$root/benchmarks/$1.py name=$2 left=$((end - SECONDS - 30)); shift 2
+    limited "$python" "$script" --output "$out/$name.json" --seconds $((left > 1 ? left : 1)) \
         ${dry[@]+"${dry[@]}"} "$@" ${only[@]+"${only[@]}"}
 }
 
-tests=(-m pytest -q -p no:cacheprovider -c "$root/setup.cfg" --rootdir "$root")
-case $stage in
-    1)
-        select="not hopper and not variant${only[1]:+ and (${only[1]})}"
-        files=("$root"/tests/kernels/test_*_numeric.py)
-        [[ -n ${DRY:-} ]] && files=("$root/tests/kernels/test_efficient_linear_gate_up_numeric.py")
-        limited numeric "$python" "${tests[@]}" -k "$select" --junitxml "$out/numeric.xml" "${files[@]}"
-        status=$?
-        if command -v compute-sanitizer > /dev/null; then
-            for tool in memcheck initcheck; do
-                for case in test_flash_paged_decode_numeric.py:counters test_efficient_linear_numeric.py:counters; do
-                    PYTORCH_NO_CUDA_MEMORY_CACHING=1 limited "$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 \
-                        "$python" "${tests[@]}" -k "${case#*:}" "$root/tests/kernels/${case%:*}" || status=1
+pytest=("$python" -m pytest -q -p no:cacheprovider -c "$root/setup.cfg" --rootdir "$root")
+
+run_stage() {
+    local status tool cases select only=(${only[@]+"${only[@]}"})
+    case $1 in
+        1)
+            select="not hopper and not variant${only[1]:+ and (${only[1]})}"
+            local files=("$root"/tests/kernels/test_*_numeric.py) side=()
+            [[ -n ${DRY:-} ]] && files=("$root/tests/kernels/test_efficient_linear_gate_up_numeric.py")
+            ((jobs > 1)) && "$python" -c "import xdist" 2> "$package/xdist" && side=(--numprocesses "$jobs" --dist worksteal)
+            limited "${pytest[@]}" -k "$select" --timeout 120 ${side[@]+"${side[@]}"} --junitxml "$out/numeric.xml" \
+                "${files[@]}"
+            status=$?
+            if command -v compute-sanitizer > /dev/null; then
+                cases=("$root"/tests/kernels/test_{flash_paged_decode,efficient_linear}_numeric.py)
+                for tool in memcheck initcheck; do
+                    PYTORCH_NO_CUDA_MEMORY_CACHING=1 limited compute-sanitizer --tool "$tool" --error-exitcode 9 \
+                        "${pytest[@]}" -k counters "${cases[@]}" || status=1
                 done
-            done
-        else
-            echo "compute-sanitizer: not found" | tee -a "$out/memcheck.log"
-        fi
-        exit $status ;;
-    2) [[ ${#only[@]} -eq 0 ]] && only=(--only '^(?!flash_paged prefill, )'); bench attention attention --quick ;;
-    3) bench linear linear --quick ;;
-    4) bench gpu_generate generate ;;
-    5) [[ ${#only[@]} -eq 0 ]] && only=(--only '^flash_paged prefill, '); bench attention warp_specialised --quick ;;
-esac
+            else
+                echo "compute-sanitizer: not found" | tee -a "$out/gpu.log"
+            fi
+            return $status ;;
+        2)
+            [[ ${#only[@]} -eq 0 ]] && only=(--only '^(?!flash_paged prefill, )')
+            compiled attention --quick; bench attention attention --quick ;;
+        3) compiled linear --quick; bench linear linear --quick ;;
+        4) bench gpu_generate generate ;;
+        5) [[ ${#only[@]} -eq 0 ]] && only=(--only '^flash_paged prefill, '); bench attention warp_specialised --quick ;;
+    esac
+}
+
+if [[ $stage != all ]]; then
+    run_stage "$stage"; exit $?
+fi
+failed=0 last=$end shares=(0 30 25 25 17 3)
+for stage in 1 2 3 4 5; do
+    rest=0; for share in "${shares[@]:stage}"; do rest=$((rest + share)); done
+    end=$((SECONDS + (last - SECONDS) * shares[stage] / rest))
+    echo "== stage $stage, for $((end - SECONDS)) seconds" | tee -a "$out/gpu.log"
+    run_stage "$stage" || failed=1
+done
+exit $failed

@@ -2,9 +2,13 @@
 
     python benchmarks/gpu_model.py [--measured OUT] [--output benchmarks/results/gpu_model.json]
 
-Nothing is measured: every row says "predicted". A kernel takes the longest of three times, and a launch:
+Nothing is measured: every row says "predicted". A kernel takes the longest of four times, and a launch:
 
-    bytes / bandwidth of a copy,    instructions / (lanes * clock * ISSUED),    products / rate of the matrix units
+    bytes / bandwidth of a copy,    instructions / (lanes * clock * ISSUED),    products / rate of the matrix units,
+    bytes that programs read again / bandwidth of the L2 cache
+
+Attention of prompts has few programs a multiprocessor, so its instructions come before or after its matrix products,
+not beside them, but where groups of warps take turns.
 
 The instructions are those of the inner loop, counted in the code that Triton makes for each machine
 (tests/kernel_counts.py). `--measured` names the folder of `benchmarks/gpu.sh`: what it measured stands beside the
@@ -27,25 +31,27 @@ import kernel_counts  # noqa: E402
 import launch_counts  # noqa: E402
 
 from hf_efficient.evaluation import environment  # noqa: E402
+from hf_efficient.kernels.efficient_linear import launch_configs, w8a8_configs  # noqa: E402
 
 
 @dataclass(frozen=True)
 class Machine:
     """copy: bytes/s of a device copy. lanes: thread instructions/s. matrix: bfloat16 operations/s of a large product.
-    All from data sheets, with what such machines are known to reach of them."""
+    l2: bytes/s. All from data sheets, with what such machines are known to reach of them."""
 
     name: str
     target: str
     copy: float
     lanes: float
     matrix: float
+    l2: float
 
 
 MACHINES = [
-    Machine("A100", "sm_80", 1.75e12, 108 * 128 * 1.41e9, 250e12),
-    Machine("RTX 4090", "sm_89", 0.92e12, 128 * 128 * 2.52e9, 150e12),
-    Machine("H200", "sm_90", 4.3e12, 132 * 128 * 1.83e9, 790e12),
-    Machine("B200", "sm_100", 7.2e12, 148 * 128 * 1.85e9, 1600e12),
+    Machine("A100", "sm_80", 1.75e12, 108 * 128 * 1.41e9, 250e12, 4.0e12),
+    Machine("RTX 4090", "sm_89", 0.92e12, 128 * 128 * 2.52e9, 150e12, 4.5e12),
+    Machine("H200", "sm_90", 4.3e12, 132 * 128 * 1.83e9, 790e12, 5.5e12),
+    Machine("B200", "sm_100", 7.2e12, 148 * 128 * 1.85e9, 1600e12, 9.0e12),
 ]
 ISSUED = 0.6  # of the issue slots, in loops with barriers and waits: an assumption
 LAUNCH = 2e-6  # seconds from kernel to kernel in a graph
@@ -86,9 +92,15 @@ ROWS = [
     Row("W4A16, up to 16 rows", "linear", 4 + 24 / 64, 1, 3.0),
     Row("W4A16, up to 64 rows", "linear", 4 + 24 / 64, 64, 2.3),
     Row("W8A16, up to 16 rows", "linear", 8 + 24 / 64, 1, 1.78),
+    Row("2:4 sparse bf16, up to 16 rows", "linear", 9, 1, 1.6),
+    Row("2:4 sparse int4, up to 16 rows", "linear", 3 + 24 / 128, 1, 4.2),
     Row("W8A8 int8, 16 rows", "linear", 8, 16, None),
     Row("trellis of 2 bits, up to 16 rows", "linear", 2, 1, None),
 ]
+
+
+# rows of a weight that one program has: it reads all tokens
+BLOCK_N = {"W4A16, up to 64 rows": launch_configs.WIDE_64.block_n}
 
 
 def numbers_of(row: Row) -> float:
@@ -102,32 +114,79 @@ def dense_seconds(row: Row, machine: Machine) -> float:
     return 2 * numbers_of(row) / machine.copy + LAUNCH
 
 
+def counted(case: kernel_counts.Case, machine: Machine) -> tuple[float, str]:
+    """Instructions, and the machine they were counted for. sm_100: its matrix units take other operands, so the loops
+    of sm_90 stand for the rest."""
+    target = "sm_90" if machine.target == "sm_100" else machine.target
+    return case.instructions(target), target
+
+
 def predict(row: Row, case: kernel_counts.Case, machine: Machine) -> dict:
     numbers = numbers_of(row)
-    if machine.target == "sm_100":  # its matrix units take other operands: the loops of sm_90 stand for the rest
-        instructions, counted_on = case.instructions("sm_90"), "sm_90"
-    else:
-        instructions, counted_on = case.instructions(machine.target), machine.target
+    instructions, counted_on = counted(case, machine)
+    tokens_again = 2 * row.rows * numbers / BLOCK_N.get(row.case, 64) if row.kind == "linear" else 0.0
     parts = {
         "memory": numbers * row.bits / 8 / machine.copy,
         "instructions": numbers * instructions / (machine.lanes * ISSUED),
         "matrix": 2 * numbers * max(row.rows, 16) / machine.matrix,
+        "L2": (numbers * row.bits / 8 + tokens_again) / machine.l2,
     }
+    return line(row.case, machine, parts, dense_seconds(row, machine), row.goal, instructions, counted_on, case.budget)
+
+
+def line(kernel, machine, parts, dense, goal, instructions=None, counted_on=None, budget=None) -> dict:
+    """A prediction; `dense`: seconds of what it is compared with."""
     seconds = max(parts.values()) + LAUNCH
-    times_dense = dense_seconds(row, machine) / seconds
+    goal = goal if machine.name == "H200" else None
     return {
-        "kernel": row.case,
+        "kernel": kernel,
         "machine": machine.name,
         "kind": "predicted",
         "instructions": instructions,
         "counted_on": counted_on,
-        "budget": case.budget,
+        "budget": budget,
         "bound_by": max(parts, key=parts.get),
         "us": seconds * 1e6,
-        "times_bf16": times_dense,
-        "goal": row.goal if machine.name == "H200" else None,
-        "reached": None if row.goal is None or machine.name != "H200" else times_dense >= row.goal,
+        "times_bf16": dense / seconds,
+        "goal": goal,
+        "reached": None if goal is None else dense / seconds >= goal,
     }
+
+
+def prefill(case: kernel_counts.Case, machine: Machine, is_overlapped: bool) -> dict:
+    """16k tokens with heads of 128 channels, full, against a product of as many operations. A thread of 256 computes
+    half a row of 64 keys."""
+    heads, length, dim = 16, 16384, 128
+    operations = 4.0 * heads * length**2 * dim
+    instructions, counted_on = counted(case, machine)
+    matrix = operations / machine.matrix
+    issued = instructions * 2 * heads * length**2 / 64 / (machine.lanes * ISSUED)
+    parts = {"matrix": matrix, "instructions": issued if is_overlapped else issued + matrix}
+    return line(case.name, machine, parts, matrix, 0.84, instructions, counted_on, case.budget)
+
+
+def square_w8a8(machine: Machine) -> dict:
+    """8192^3 in int8, at twice the rate of bfloat16, in tiles of `w8a8_configs`."""
+    side, tile = 8192, w8a8_configs.choose_tile(8192, False, True)
+    again = side**3 * (tile.block_n + tile.block_m) / (tile.block_n * tile.block_m)
+    dense = 2 * side**3 / machine.matrix
+    parts = {"matrix": dense / 2, "L2": again / machine.l2}
+    return line("W8A8 int8, 8192 x 8192 x 8192", machine, parts, dense, 1.84)
+
+
+LLAMA = dict(layers=32, linear=6.98e9, head=128256 * 4096)  # weights of Llama-3.1-8B
+
+
+def tokens(weights: str, kernels: int, case: kernel_counts.Case | None, machine: Machine, goal: float) -> dict:
+    """Of one sequence, the kernels one after the other: tokens/s in place of `times_bf16`."""
+    head, layers = 2 * LLAMA["head"] / machine.copy, 2 * LLAMA["linear"] / machine.copy
+    instructions, counted_on = (None, None) if case is None else counted(case, machine)
+    if case is not None:
+        read, issued = (4 + 24 / 64) / 8 / machine.copy, instructions / (machine.lanes * ISSUED)
+        layers = LLAMA["linear"] * max(read, issued)
+    seconds = head + layers + (kernels - 1) * LAUNCH
+    name = f"Llama-3.1-8B in {weights}, one sequence, tokens/s"
+    return line(name, machine, {"kernels": seconds}, 1.0, goal, instructions, counted_on)
 
 
 def measured(folder: Path | None) -> list[dict]:
@@ -144,15 +203,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--measured", type=Path, help="folder of benchmarks/gpu.sh")
     options = parser.parse_args(arguments)
     cases = {case.name: case for case in kernel_counts.CASES}
-    predictions = [predict(row, cases[row.case], machine) for machine in MACHINES for row in ROWS]
     launches = launch_counts.of_llama_8b()
+    kernels = {row["weights"]: row["kernels_a_token"] for row in launches}
+    four_bits, predictions = cases["W4A16, up to 16 rows"], []
+    for machine in MACHINES:
+        predictions += [predict(row, cases[row.case], machine) for row in ROWS]
+        predictions += [prefill(cases["prefill, heads of 128 channels"], machine, False), square_w8a8(machine)]
+        if machine.target == "sm_90":
+            predictions.append(prefill(cases["prefill, warp specialised, heads of 128 channels"], machine, True))
+        predictions.append(tokens("bf16", kernels["bf16"], None, machine, 243))
+        predictions.append(tokens("int4", kernels["int4"], four_bits, machine, 660))
     report = {
         "environment": environment.describe(),
         "assumptions": dict(issued=ISSUED, launch_us=LAUNCH * 1e6, decode=DECODE, linear=SHAPE),
         "machines": [asdict(machine) for machine in MACHINES],
-        "prefill_instructions": {
-            target: cases["prefill, heads of 128 channels"].instructions(target) for target in ("sm_80", "sm_90")
-        },
         "predictions": predictions,
         "launches": launches,
         "measured": measured(options.measured),
@@ -164,12 +228,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 def table(predictions: list[dict], launches: list[dict]) -> list[str]:
     lines = [
-        harness.row(("kernel", "GPU", "instructions", "budget", "bound by", "predicted us", "times bf16", "goal")),
+        harness.row(
+            ("kernel", "GPU", "instructions", "budget", "bound by", "predicted us", "times bf16, or tokens/s", "goal")
+        ),
         harness.row(["---"] * 8),
     ]
     for row in predictions:
         budget, goal = ("" if row[key] is None else f"{row[key]:g}" for key in ("budget", "goal"))
-        numbers = f"{row['instructions']:.2f}", budget, row["bound_by"], f"{row['us']:.0f}", f"{row['times_bf16']:.2f}"
+        times = f"{row['times_bf16']:.{0 if row['times_bf16'] > 10 else 2}f}"
+        instructions = "" if row["instructions"] is None else f"{row['instructions']:.2f}"
+        numbers = instructions, budget, row["bound_by"], f"{row['us']:.0f}", times
         lines.append(harness.row((row["kernel"], row["machine"], *numbers, goal)))
     lines += ["", harness.row(("weights", *LAUNCHES.values())), harness.row(["---"] * (1 + len(LAUNCHES)))]
     for row in launches:

@@ -6,9 +6,10 @@ the smallest and the largest of 15 replays, in microseconds per call. The same r
 and TFLOP/s with: the bandwidth of a device copy (bytes read plus written) and the rate of a bf16 matrix product 8192^3.
 A case that fails or is wrong is in the record as such.
 
-Each line is appended to a `.jsonl` file as it comes. `--seconds N` begins no case after N seconds, and `--only PATTERN`
-runs those cases whose names match the regular expression. Such a run, and one that is cut off, leaves the file, and the
-next run goes on behind what was measured. A complete run removes it.
+Each line is appended to a `.jsonl` file as it comes, which the record replaces at the end. `--seconds N` begins no case
+after N seconds, and `--only PATTERN` runs those cases whose names match the regular expression. Behind such a run, and
+behind one that was killed, the next goes on after what was measured. All our kernels come before the first peer.
+`--compile I/N` in N processes at once fills Triton's cache before.
 
 `--tiny` runs the same code on small sizes under the Triton interpreter where there is no GPU: it tests the script, its
 times mean nothing, and the record says so.
@@ -39,6 +40,9 @@ class Benchmark:
             "--tiny", action="store_true", help="small sizes under TRITON_INTERPRET=1: tests the script"
         )
         parser.add_argument("--only", default="", help="regular expression that the names of cases contain")
+        parser.add_argument(
+            "--compile", metavar="I/N", help="call every N-th case of ours from the I-th on once, and measure nothing"
+        )
         parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many seconds")
         options = parser.parse_args(arguments)
         self._only, self._end = re.compile(options.only), time.monotonic() + options.seconds
@@ -48,21 +52,38 @@ class Benchmark:
             harness.need_gpu(name)
         self.device = "cpu" if self.tiny else "cuda"
         self.dtype = torch.float16 if self.tiny else torch.bfloat16  # the interpreter's bf16 products are wrong
-        self.results: list[dict] = []
         self.output.parent.mkdir(parents=True, exist_ok=True)
         self.lines = self.output.with_suffix(".jsonl")
-        if self.lines.is_file():
-            self.results = [json.loads(line) for line in self.lines.read_text().splitlines()]
-            self.results = [line for line in self.results if "us" in line and line.get("correct", True)]
+        self.results = self._measured_before()
+        self.ours: bool | None = None  # whose cases `turns` runs now
+        self._part, self._parts = (int(x) for x in options.compile.split("/")) if options.compile else (0, 0)
+        self._seen = 0
         torch.manual_seed(0)
+        if self._parts:
+            return
         self.limits = self._limits()
         print({key: round(value, 3) for key, value in self.limits.items()}, flush=True)
+
+    def _measured_before(self) -> list[dict]:
+        """The right lines of a run that did not end, and of the record of one that left cases out."""
+        record = harness.read(self.output, {})
+        lines = [] if record.get("complete", True) else record["results"]
+        if self.lines.is_file():
+            lines += [json.loads(line) for line in self.lines.read_text().splitlines() if line.endswith("}")]
+        return [line for line in lines if "us" in line and line.get("correct", True)]
+
+    def turns(self):
+        """Two turns over the same cases, with `ours` True and then False: only ours are run, and then only the
+        peers."""
+        for ours in (True,) if self._parts else (True, False):
+            self.ours = ours
+            yield ours
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self.device, dtype=self.dtype)
 
     def copies_of(self, bytes_each: float) -> int:
-        return 2 if self.tiny else max(2, int(ROTATE_BYTES // bytes_each) + 1)
+        return 2 if self.tiny or self._parts else max(2, int(ROTATE_BYTES // bytes_each) + 1)
 
     def time(self, call, variants: int) -> dict:
         """call(i) for i in range(variants), in turn -> microseconds a call {median, min, max}."""
@@ -109,6 +130,12 @@ class Benchmark:
         name = " ".join(str(value) for value in case.values())
         if not self.wants(case):
             return line
+        if self._parts:
+            self._seen += 1
+            if self._seen % self._parts == self._part:
+                with contextlib.suppress(Exception):  # the run that measures says what
+                    call(0)
+            return line
         try:
             if check is not None:
                 line["error"] = check()
@@ -130,6 +157,8 @@ class Benchmark:
         """Whether the case is to be run: it was not measured before, is named by `--only`, and there is time."""
         if any(all(old.get(key) == case[key] for key in case) for old in self.results):
             return False
+        if self.ours is not None and case["ours"] != self.ours:
+            return False
         if not self._only.search(" ".join(str(value) for value in case.values())) or time.monotonic() > self._end:
             self._is_partial = True
             return False
@@ -146,6 +175,8 @@ class Benchmark:
         try:
             yield
         except Exception as reason:
+            if self._parts:
+                return
             self.append(dict(kernel=kernel, ours=ours, failed=f"{type(reason).__name__}: {str(reason)[:200]}"))
             print(f"{kernel}: {self.results[-1]['failed']}", flush=True)
 
@@ -160,6 +191,8 @@ class Benchmark:
     def finish(self, goals: list[tuple]) -> int:
         """Writes the record; goals as in `harness.goals`. Returns the exit status: 1 when a kernel of ours failed or
         was wrong."""
+        if self._parts:
+            return 0
         wrong = [line for line in self.results if line["ours"] and ("failed" in line or not line.get("correct", True))]
         goals = [goal | {"without_cases_that_failed": len(wrong)} for goal in harness.goals(goals, not self.tiny)]
         harness.print_goals(goals)
@@ -168,8 +201,7 @@ class Benchmark:
             report["warning"] = "tiny sizes under the Triton interpreter: no time here means anything"
         report["complete"] = not self._is_partial
         harness.write(self.output, report)
-        if not self._is_partial:
-            self.lines.unlink()
+        self.lines.unlink(missing_ok=True)  # its lines stand in the record
         print(f"written to {self.output}{'' if report['complete'] else ', not complete: run it again to go on'}")
         return int(bool(wrong))
 

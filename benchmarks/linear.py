@@ -9,6 +9,7 @@ is the same question on a CPU.
 """
 
 import sys
+from unittest import mock
 
 import linear_peers
 import torch
@@ -26,11 +27,13 @@ from hf_efficient.kernels.efficient_linear import (
     ternary,
     ternary_packing,
 )
+from hf_efficient.kernels.efficient_linear import weight_only as weight_only_module
 
 
 SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]  # N, K: qkv, o, gate + up, down of Llama-3-8B
 SHAPES += [(10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)]  # and of 70B
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024]
+PROMPTS = [256, 512, 1024]  # tokens, with weights dequantized and not
 SQUARE = (8192, 8192)
 EXPERTS = 8
 
@@ -62,6 +65,16 @@ def weight_only(name: str, bits: int, group_size: int, symmetric: bool) -> Forma
 
     run = el.weight_only_linear, el.weight_only_linear_reference
     return of_layout(name, make, *run, bits=bits, group_size=group_size)
+
+
+def never_dequantized(format: Format) -> Format:
+    """The kernel that reads codes at any number of tokens: from how many on is it slower than dequantizing?"""
+
+    def run(x, weight):
+        with mock.patch.object(weight_only_module, "DEQUANTIZE_ABOVE", 1 << 30):
+            return format.run(x, weight)
+
+    return Format(f"{format.name}, never dequantized", format.make, run, format.reference)
 
 
 def codebook(name: str, table: tuple[float, ...], group_size: int) -> Format:
@@ -322,33 +335,44 @@ def goals(bench: Benchmark) -> list[tuple]:
     ]
 
 
+def cases(bench: Benchmark, shapes, tokens) -> None:
+    for n, k in shapes:
+        for format in FORMATS:
+            everything = format.name in ALL_CASES or bench.tiny
+            if everything or (n, k) in SOME_SHAPES:
+                most = 64 if format.name.startswith("2:4") else max(tokens)  # above, torch expands it
+                chosen = [m for m in tokens if m <= most and (everything or m in SOME_TOKENS)]
+                with bench.attempt(format.name, ours=True):
+                    ours(bench, format, n, k, chosen)
+        if (n, k) == (28672, 4096) or bench.tiny:
+            few = [m for m in tokens if m <= 64]
+            with bench.attempt("gate + up", ours=True):
+                gate_up(bench, n, k, few)
+            with bench.attempt("experts", ours=True):
+                experts(bench, n // 2, k, few)
+            for format in (FORMATS[0], never_dequantized(FORMATS[0])):
+                with bench.attempt(format.name, ours=True):
+                    ours(bench, format, n, k, [260] if bench.tiny else PROMPTS)
+    square, rows = ((80, 256), [17]) if bench.tiny else (SQUARE, [8192])
+    for format in (*PRODUCTS_ONLY, *(format for format in FORMATS if format.name in ALL_CASES[2:4])):
+        with bench.attempt(format.name, ours=True):
+            ours(bench, format, *square, rows)
+
+
 def main(arguments: list[str] | None = None) -> int:
     bench = Benchmark("linear", __doc__, arguments)
     shapes, tokens = (SHAPES, TOKENS) if not bench.quick else (SHAPES[1:3], [1, 16, 64, 256])
     if bench.tiny:
         shapes, tokens = [(80, 256)], [3]
     with torch.no_grad():
-        for n, k in shapes:
-            peers(bench, n, k, tokens)
-            for format in FORMATS:
-                everything = format.name in ALL_CASES or bench.tiny
-                if everything or (n, k) in SOME_SHAPES:
-                    most = 64 if format.name.startswith("2:4") else max(tokens)  # above, torch expands it
-                    chosen = [m for m in tokens if m <= most and (everything or m in SOME_TOKENS)]
-                    with bench.attempt(format.name, ours=True):
-                        ours(bench, format, n, k, chosen)
-            if (n, k) == (28672, 4096) or bench.tiny:
-                few = [m for m in tokens if m <= 64]
-                with bench.attempt("gate + up", ours=True):
-                    gate_up(bench, n, k, few)
-                with bench.attempt("experts", ours=True):
-                    experts(bench, n // 2, k, few)
-        square, rows = ((80, 256), [17]) if bench.tiny else (SQUARE, [8192])
-        if not bench.tiny:
-            peers(bench, *square, rows)
-        for format in (*PRODUCTS_ONLY, *(format for format in FORMATS if format.name in ALL_CASES[2:4])):
-            with bench.attempt(format.name, ours=True):
-                ours(bench, format, *square, rows)
+        for is_ours in bench.turns():
+            if is_ours:
+                cases(bench, shapes, tokens)
+                continue
+            for n, k in shapes:
+                peers(bench, n, k, tokens if bench.tiny else sorted({*tokens, *PROMPTS}))
+            if not bench.tiny:
+                peers(bench, *SQUARE, [8192])
     return bench.finish(goals(bench))
 
 

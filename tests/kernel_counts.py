@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import sass
 import test_efficient_linear_aot
+import test_efficient_linear_sparse24_aot
 import test_efficient_linear_trellis_aot
 import test_efficient_linear_w8a8_aot
 import test_flash_paged_aot
@@ -17,8 +18,15 @@ import test_flash_paged_decode_aot
 import torch
 from aot import Compiled
 
-from hf_efficient.kernels.efficient_linear import launch_configs, trellis, trellis_packing, w8a8_configs
-from hf_efficient.kernels.flash_paged import config
+from hf_efficient.kernels.efficient_linear import (
+    launch_configs,
+    sparse24,
+    sparse24_packing,
+    trellis,
+    trellis_packing,
+    w8a8_configs,
+)
+from hf_efficient.kernels.flash_paged import config, forward_hopper
 
 
 @dataclass(frozen=True)
@@ -76,11 +84,11 @@ def _decode(name: str | None, page: int, budget: float, held: tuple[float, float
 
 def _weights(bits: int, tokens: int, budget: float | None, held: tuple[float, float]) -> Case:
     """Groups of 64 with zero points."""
-    tile = launch_configs.choose_tile(tokens, False, bits)
+    tile = launch_configs.choose_tile(tokens, False, bits, launch_configs.WIDE_ROWS)
     return Case(
         f"W{bits}A16, up to {tokens} rows",
         lambda target: test_efficient_linear_aot.compile_linear(target, tokens, bits=bits),
-        tile.block_n * (256 if bits == 3 else 128),
+        tile.block_n * (256 if bits == 3 else 128 * launch_configs.steps_a_round(tile.block_m, bits)),
         32 * tile.num_warps,
         "a weight",
         budget,
@@ -97,6 +105,20 @@ def _w8a8(tokens: int, held: tuple[float, float]) -> Case:
         32 * tile.num_warps,
         "a weight",
         None,
+        held,
+    )
+
+
+def _sparse24(four_bits: bool, held: tuple[float, float]) -> Case:
+    """A weight of the dense matrix, of which half are stored; 4 bits with zero points in groups of 128."""
+    tile = sparse24.TILES[16]
+    return Case(
+        f"2:4 sparse {'int4' if four_bits else 'bf16'}, up to 16 rows",
+        lambda target: test_efficient_linear_sparse24_aot.compile_product(target, 16, four_bits),
+        tile.block_n * sparse24_packing.COLUMNS,
+        32 * tile.num_warps,
+        "a weight",
+        5.0,
         held,
     )
 
@@ -128,17 +150,34 @@ def _prefill(budget: float, held: tuple[float, float]) -> Case:
     )
 
 
+def _warp_specialised(budget: float, held: float) -> Case:
+    """Of the warps that compute, without a mask: as full attention runs it."""
+    return Case(
+        "prefill, warp specialised, heads of 128 channels",
+        lambda target: test_flash_paged_aot.compile_hopper("warp_specialized", 128, causal=False),
+        forward_hopper.CONFIGS["warp_specialized"].block_n / 64,
+        1,
+        "64 keys, of one thread",
+        budget,
+        (held, held),
+        is_masked=True,
+    )
+
+
 CASES = [
-    _decode(None, 64, 3.2, (2.82, 2.93)),
-    _decode(None, 16, 4.0, (4.99, 4.94)),
-    _decode("int8", 64, 4.0, (2.87, 2.89)),
-    _decode("fp8", 64, 5.0, (3.77, 3.76)),
+    _decode(None, 64, 3.2, (2.86, 2.93)),
+    _decode(None, 16, 4.0, (3.96, 4.03)),
+    _decode("int8", 64, 4.0, (3.1, 3.0)),
+    _decode("fp8", 64, 5.0, (3.88, 3.88)),
     _decode("int4", 64, 4.0, (2.63, 2.93)),
     _decode("int2", 64, 3.5, (2.53, 2.84)),
-    _weights(4, 16, 3.2, (3.72, 4.83)),
-    _weights(4, 64, None, (4.72, 8.9)),
-    _weights(8, 16, None, (5.75, 6.31)),
+    _weights(4, 16, 3.2, (3.2, 4.32)),
+    _weights(4, 64, None, (3.72, 7.44)),
+    _weights(8, 16, None, (5.4, 5.75)),
     _w8a8(16, (1.10, 1.0)),
+    _sparse24(False, (2.87, 3.6)),
+    _sparse24(True, (3.83, 5.2)),
     _trellis(16, (11.4, 11.5)),
     _prefill(240, (366, 545)),
+    _warp_specialised(240, 233),
 ]

@@ -9,8 +9,8 @@ from hf_efficient.kernels.efficient_linear import launch_configs, split_k, weigh
 
 
 # (out_features, in_features): odd columns, a short last group, rows that fill no tile, K split over programs (1100),
-# one element
-SHAPES = [(40, 200), (17, 333), (70, 1100), (64, 576), (1, 1)]
+# whole steps of an odd number, one element
+SHAPES = [(40, 200), (17, 333), (70, 1100), (64, 576), (72, 640), (1, 1)]
 
 
 def check_product(x, packed, scale, zero_point, bias, layout, tolerances=None):
@@ -49,6 +49,13 @@ def test_few_tokens(bits, group_size, symmetric, kernel_device, nan_poison):
 def test_few_tokens_of_other_dtypes(bits, symmetric, dtype, kernel_device, nan_poison):
     number = bits + 2 * symmetric
     few_tokens_case(bits, GROUPS[number % len(GROUPS)], symmetric, dtype, number + 3, kernel_device)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_wide_tile(bits, kernel_device, nan_poison, monkeypatch):
+    monkeypatch.setattr(launch_configs, "WIDE_ROWS", 1)
+    packed, scale, zero_point, layout = random_weight(300, 384, bits, 64, False, torch.float16, kernel_device)
+    check_product(torch.randn(40, 384, device=kernel_device).half(), packed, scale, zero_point, None, layout)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_bits_a_weight():
 
 
 @pytest.mark.parametrize("group_size, symmetric", [(None, True), (64, False), (128, True), (-1, False)])
-@pytest.mark.parametrize("tokens, out_features, in_features", [(1, 64, 128), (3, 70, 200), (17, 5, 1100), (70, 33, 66)])
+@pytest.mark.parametrize("tokens, out_features, in_features", [(1, 64, 256), (3, 70, 200), (17, 5, 1100), (70, 33, 66)])
 def test_products(kernel_device, tokens, out_features, in_features, group_size, symmetric, monkeypatch):
     tensors = layer(kernel_device, torch.float16, out_features, in_features, group_size, symmetric)
     x = torch.randn(tokens, in_features, device=kernel_device).half()
@@ -62,6 +62,14 @@ def test_products(kernel_device, tokens, out_features, in_features, group_size, 
     expected = sparse24_linear_reference(x, *tensors, bias, **layout)
     for _ in in_one_part_and_in_several(monkeypatch):
         check(sparse24_linear(x, *tensors, bias, **layout), expected)
+
+
+@pytest.mark.parametrize("group_size", [None, 64])
+def test_columns_in_the_order_of_four_neighbours(group_size, monkeypatch):
+    """As on compute capabilities 8.x and 12.x; interpreted, both orders compute the same."""
+    monkeypatch.setattr(sparse24, "quads", lambda device: True)
+    if sparse24.INTERPRETED:
+        test_products("cpu", 3, 70, 512, group_size, False, monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -99,7 +107,7 @@ def test_a_weight_that_is_not_sparse_enough_is_refused():
         (dict(scale=torch.ones(40, 2)), r"scale is .*\(40, 3\)"),
         (dict(out_features=80), "values has shape"),
         (dict(bias=torch.zeros(41)), "bias has shape"),
-        (dict(places=torch.zeros(1, 2, 64, 8, dtype=torch.uint8)), "places has shape"),
+        (dict(places=torch.zeros(3, 2, 128, 4, dtype=torch.uint8)), "places has shape"),
     ],
 )
 def test_bad_arguments(kernel_device, change, match):

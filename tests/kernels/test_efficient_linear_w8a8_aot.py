@@ -9,6 +9,7 @@ from linear_aot import compile_launch, stages_on, wide_loads
 from hf_efficient.kernels.efficient_linear import (
     activation_quant_kernels,
     llm_int8_kernels,
+    rounded_w8a8,
     w8a8,
     w8a8_configs,
     w8a8_kernels,
@@ -135,3 +136,22 @@ def test_every_tile_fits_rocm():
         for tile in table.values():
             assert (tile.block_n + tile.block_m) * w8a8.STEP.value * size <= SHARED_MEMORY["gfx942"]
             assert w8a8.STEP.value % tile.block_n == 0, "a tile lies in one block of weight scales"
+
+
+@pytest.mark.parametrize("target, instruction", [("sm_80", "IMMA"), ("sm_90", "IGMMA"), ("gfx942", "v_mfma")])
+def test_one_token_is_rounded_by_the_product(target, instruction):
+    tile = w8a8_configs.choose_tile(1, False, True)
+    types = {
+        "x_ptr": "*bf16",
+        "up_ptr": "*bf16",
+        "w_ptr": "*i8",
+        "w_scale_ptr": "*fp32",
+        "bias_ptr": "*bf16",
+        "out_ptr": "*bf16",
+    }
+    types |= dict.fromkeys(("partial_ptr", "arrivals_ptr"), "*i32")
+    constexprs = dict(EVEN_K=True, SPLIT=True, BLOCK_N=tile.block_n, BLOCK_M=tile.block_m)
+    kernel, stages = rounded_w8a8.rounded_w8a8_kernel, stages_on(target, tile)
+    compiled = compile_launch(kernel, types, constexprs, target, tile.num_warps, stages, ("N", "K", "stride_w"))
+    assert compiled.local_bytes == 0 and compiled.count(instruction) > 0
+    assert compiled.shared <= SHARED_MEMORY[target] and wide_loads(compiled, target) > 0

@@ -384,3 +384,29 @@ def test_native_int8_sums_of_real_sizes(tokens):
     assert all(
         torch.equal(efficient_linear.w8a8_linear(x, w, one, one, out_dtype=torch.float32), first) for _ in range(10)
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("out_features, in_features", [(70, 333), (64, 5120), (1, 1)])
+def test_one_token_is_rounded_by_the_product(out_features, in_features, dtype, kernel_device, nan_poison, monkeypatch):
+    """The bits of two launches; K in one part and in several."""
+    w_codes = torch.randint(-128, 128, (out_features, in_features), dtype=torch.int8, device=kernel_device)
+    w_scale = torch.rand(out_features, 1, device=kernel_device)
+    bias = torch.randn(out_features, device=kernel_device).to(dtype) if in_features > 1 else None
+    for x in rows(3, in_features, dtype, kernel_device)[:, None]:
+        codes, scale, _ = efficient_linear.quantize(x, "int8")
+        expected = efficient_linear.w8a8_linear(codes, w_codes, scale, w_scale, bias, out_dtype=dtype)
+        up = torch.randn_like(x)
+        codes, scale, _ = efficient_linear.silu_mul_quantize(x, up, format="int8")
+        gated = efficient_linear.w8a8_linear(codes, w_codes, scale, w_scale, bias, out_dtype=dtype)
+        for _ in linear_checks.in_one_part_and_in_several(monkeypatch):
+            assert torch.equal(efficient_linear.rounded_w8a8_linear(x, w_codes, w_scale, bias), expected)
+            assert torch.equal(efficient_linear.rounded_w8a8_linear(x, w_codes, w_scale, bias, up), gated)
+
+
+def test_what_the_product_that_rounds_refuses(kernel_device):
+    w_codes, w_scale = torch.zeros(4, 8, dtype=torch.int8, device=kernel_device), torch.ones(4, device=kernel_device)
+    with pytest.raises(ValueError, match=r"allowed is a contiguous \[1, 8\]"):
+        efficient_linear.rounded_w8a8_linear(torch.zeros(2, 8, device=kernel_device), w_codes, w_scale)
+    with pytest.raises(ValueError, match="w_scale has shape"):
+        efficient_linear.rounded_w8a8_linear(torch.zeros(1, 8, device=kernel_device), w_codes, w_scale[:3])

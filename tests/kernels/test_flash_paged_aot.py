@@ -10,7 +10,7 @@ from hf_efficient.kernels.flash_paged import config, forward, forward_hopper, ti
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MATRIX_INSTRUCTION = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
-KIND = {"sm_80": "sm_80", "sm_90": "sm_90", "sm_100": "sm_100", "gfx942": "amd"}
+KIND = {"sm_80": "sm_80", "sm_90": "sm_90", "sm_100": "sm_100", "gfx942": "amd", "sm_89": "sm_80"}
 # KiB of shared memory a block; the sm_80 row of the table also serves sm_86, sm_89 and sm_120, which have 99
 SHARED = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 
@@ -82,14 +82,18 @@ def test_every_option(target, dim, dtype, page_size):
     check(compile_forward(target, dim, dtype=dtype, page_size=page_size, options=True))
 
 
-@pytest.mark.parametrize("variant, dim", [("tma", 128), ("warp_specialized", 64), ("warp_specialized", 128)])
-def test_hopper(variant, dim):
-    tile, specialized = forward_hopper.CONFIGS[variant], variant == "warp_specialized"
+def compile_hopper(variant, dim, causal=True):
+    tile = forward_hopper.CONFIGS[variant]
     pointers = {**dict.fromkeys(("q", "k", "v", "out"), "*bf16"), "lse": "*fp32"}
     pointers["cu_seqlens_q"] = pointers["cu_seqlens_k"] = "*i32"
     constexprs = {"GROUP": 4, "HEAD_DIM": dim, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-    constexprs.update(CAUSAL=True, MASKED=True, WARP_SPECIALIZE=specialized)
-    compiled = build(forward_hopper.hopper_kernel, constexprs, pointers, "sm_90", tile)
+    constexprs.update(CAUSAL=causal, MASKED=causal, WARP_SPECIALIZE=variant == "warp_specialized")
+    return build(forward_hopper.hopper_kernel, constexprs, pointers, "sm_90", tile)
+
+
+@pytest.mark.parametrize("variant, dim", [("tma", 128), ("warp_specialized", 64), ("warp_specialized", 128)])
+def test_hopper(variant, dim):
+    compiled, specialized = compile_hopper(variant, dim), variant == "warp_specialized"
     check(compiled)
     assert compiled.count("HGMMA") > 0 and compiled.count("UTMALDG") > 0
     assert compiled.count("LDGSTS") == 0, "all tiles come through the TMA"

@@ -18,17 +18,17 @@ def power_of_two(dim):
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def build(target, name, dim, page_size, value_dim=None, rows=4, dtype="bf16", options=False):
+def build(target, name, dim, page_size, value_dim=None, rows=4, dtype="bf16", options=False, packed=False):
     """As `attend_few` launches it: one query of `rows` heads that share a key head, keys of format `name` in pages,
-    groups of 64 tokens; `options`: a token tree and every option."""
+    groups of 64 tokens; `options`: a token tree and every option; packed: queries of packed sequences."""
     value_dim, bits = value_dim or dim, BITS[name]
     backend = "amd" if target == "gfx942" else "nvidia"
-    registers = None
     constexprs = {"GROUP": rows, "HEAD_DIM": dim, "VALUE_DIM": value_dim, "PAGE_SIZE": page_size, "BLOCK_B": 32}
     if name is None:
         tile = config.decode_config(DTYPES[dtype], max(dim, value_dim), rows, backend)
         kernel, block_dv = decode.decode_kernel, power_of_two(value_dim)
         constexprs |= {"BLOCK_N": tile.block_n, "BLOCK_D": power_of_two(dim), "BLOCK_DV": block_dv}
+        registers = tile.registers
     else:
         codes = config.codes_config(max(dim, value_dim), rows, 0 if bits == 8 else 64, backend)
         kernel, tile = (
@@ -45,13 +45,15 @@ def build(target, name, dim, page_size, value_dim=None, rows=4, dtype="bf16", op
         }
         constexprs |= {"BITS": bits, "IS_FLOAT": name == "fp8", "TOKENS": 1, "CHANNEL_GROUPS": 1, "RING": 0}
         constexprs["PTX"], block_dv = backend == "nvidia", sizes[1] * 8 // bits
-        registers = codes.registers if backend == "nvidia" else None
+        registers = codes.registers
     real_rows = min(tile.block_m, 1 << (rows - 1).bit_length())
     constexprs |= {"BLOCK_M": tile.block_m, "ROWS": real_rows, "STEP": decode.parts_at_once(real_rows, block_dv)}
     constexprs |= {"HAS_LEFT": options, "HAS_RIGHT": True, "SOFTCAP": options}
     pointers = dict.fromkeys(("q", "out"), f"*{dtype}") | dict.fromkeys(("partial", "statistics"), "*fp32")
     pointers |= dict.fromkeys(("arrivals", "cache_seqlens", "block_table"), "*i32")
     pointers |= OPTIONAL if options else dict.fromkeys(OPTIONAL)
+    if name is None:
+        pointers["cu_seqlens_q"] = "*i32" if packed else None
     pointers |= dict.fromkeys(("k", "v"), f"*{dtype}" if name is None else "*i32")
     if name is not None:
         pointers |= dict.fromkeys(("k_scale", "v_scale"), "*fp16")
@@ -63,21 +65,21 @@ def build(target, name, dim, page_size, value_dim=None, rows=4, dtype="bf16", op
     unaligned = ["stride_table", "stride_slopes", "stride_vsb", "stride_vst", "stride_vsh"]
     if bits == 8:
         unaligned += ["stride_ksb", "stride_ksg", "stride_ksh"]
-    return compile_launched(kernel, constexprs, pointers, target, tile, unaligned, registers)
+    return compile_launched(
+        kernel, constexprs, pointers, target, tile, unaligned, registers if backend == "nvidia" else None
+    )
 
 
 def check(compiled, of_codes=False):
-    """of_codes: addresses for the end of a lane may spill, the loop over the ring (two tiles a sequence at most), and a
-    twentieth of the loop over pages."""
+    """Addresses for the end of a lane may spill, and a fiftieth of the loop over pages; of_codes: a twentieth, and the
+    loop over the ring (two tiles a sequence at most)."""
     if compiled.target == "gfx942":
         # Scalar registers are spilled into lanes of vector registers (many strides), which costs no memory traffic.
         memory = (".vgpr_spill_count", ".private_segment_fixed_size")
         assert all(re.findall(rf"{re.escape(key)}:\s*(\d+)", compiled.asm["amdgcn"]) == ["0"] for key in memory)
-    elif of_codes:
-        loop = max(sass.loops(compiled.machine_code), key=lambda names: sass.count(names, "HMMA"))
-        assert sass.count(loop, "LDL", "STL") <= 0.06 * len(loop), compiled
     else:
-        assert compiled.local_bytes == 0, compiled
+        loop = max(sass.loops(compiled.machine_code), key=lambda names: sass.count(names, "HMMA"))
+        assert sass.count(loop, "LDL", "STL") <= (0.06 if of_codes else 0.02) * len(loop), compiled
     assert compiled.shared <= SHARED[compiled.target] * 1024, compiled
 
 
@@ -86,6 +88,7 @@ def check(compiled, of_codes=False):
     [
         ("sm_80", None, 64, 16, {}),
         ("sm_90", None, 128, 16, {}),
+        ("sm_90", None, 128, 64, {"packed": True}),
         ("sm_100", None, 128, 64, {}),
         ("gfx942", None, 128, 16, {}),
         ("sm_90", None, 192, 16, {"value_dim": 128}),

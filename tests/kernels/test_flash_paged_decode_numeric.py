@@ -9,7 +9,7 @@ import triton.language as tl
 from paged_caches import CACHES, assert_agree, filled_cache
 
 from hf_efficient.kernels import flash_paged as fp
-from hf_efficient.kernels.flash_paged import code_operands, decode, decode_combine, decode_schedule
+from hf_efficient.kernels.flash_paged import code_operands, config, decode, decode_combine, decode_schedule
 
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
@@ -117,7 +117,7 @@ def test_any_number_of_programs(kernel_device, monkeypatch, name):
     """One program for all lanes, parts of lanes, and as many programs as the keys allow: the same result."""
     tensors, arguments = case(kernel_device, name, queries=2, **(SMALL_GROUPS if name == "int4" else {}))
     arguments.update(causal=True, s_aux=torch.tensor([1.0, -float("inf"), 4.0, 0.0], device=kernel_device))
-    monkeypatch.setattr(decode, "_PROGRAMS_PER_PROCESSOR", 1)
+    monkeypatch.setattr(config.Config, "programs_per_processor", 1)
     for processors in (1, 20):
         monkeypatch.setattr(decode, "processors", lambda device, count=processors: count)
         out, lse = check_case(tensors, arguments)

@@ -8,6 +8,7 @@ from helpers import assert_close
 from paged_caches import assert_agree, assert_same, cumulative, filled_cache, random
 
 from hf_efficient.kernels import flash_paged as fp
+from hf_efficient.kernels.flash_paged import interface
 
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
@@ -123,6 +124,25 @@ def test_varlen(kernel_device, name, block_size):
     lengths = cumulative(LENGTHS_Q, kernel_device), cumulative(LENGTHS_K, kernel_device), 63, 130
     expected = fp.flash_attn_varlen_func_reference(*widened(q, k, v), *lengths, **chosen)
     check(fp.flash_attn_varlen_func(q, k, v, *lengths, **chosen), expected)
+
+
+FEW_Q = (1, 0, 4, 2, 1)
+
+
+@pytest.mark.parametrize("name", ["causal", "everything"])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_packed_sequences_of_few_tokens(kernel_device, name, block_size, monkeypatch):
+    """Over pages the kernel for few queries computes them: heads that share keys together, keys split over programs."""
+    monkeypatch.setattr(interface, "attend", None)
+    made = {"dtype": torch.float16, "device": kernel_device}
+    q, chosen = random(sum(FEW_Q) + 3, 4, 16, **made), options(name, 4, kernel_device)  # three tokens of nobody
+    k, v, chosen["block_table"] = pages(LENGTHS_K, block_size, 2, 16, 32, **made)
+    lengths = cumulative(FEW_Q, kernel_device), cumulative(LENGTHS_K, kernel_device), 4, 130
+    expected = fp.flash_attn_varlen_func_reference(*widened(q, k, v), *lengths, **chosen, return_attn_probs=True)
+    found = fp.flash_attn_varlen_func(q, k, v, *lengths, **chosen, return_attn_probs=True)
+    check(found[0][: sum(FEW_Q)], expected[0][: sum(FEW_Q)])
+    seen = expected[1][:, : sum(FEW_Q)]
+    torch.testing.assert_close(found[1][:, : sum(FEW_Q)].double(), seen.double(), rtol=2e-3, atol=2e-3)
 
 
 def check_cached(

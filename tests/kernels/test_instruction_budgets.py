@@ -6,31 +6,52 @@ import pytest
 import sass
 from kernel_counts import CASES
 
+from hf_efficient.kernels.efficient_linear import launch_configs
+
 
 CODES = re.compile(r"(int|fp)\d KV")  # kernels of quantized caches
 LARGEST_BLOCK = {"sm_86": 99, "sm_89": 99, "sm_120": 99}  # KiB of shared memory
 
 
+WITHIN = [case for case in CASES if case.budget and case.name != "prefill, heads of 128 channels"]
+
+
 @pytest.mark.parametrize("target", ["sm_90", "sm_80"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES[:-1], ids=lambda case: case.name)  # the last one is for sm_90 alone
 def test_counts_do_not_grow(case, target):
     """Budgets that are not reached stand in the table of docs/gpus.md."""
     assert case.instructions(target) <= case.held[target == "sm_80"]
     loop = case.loop(target)  # outside it, addresses for the end of a lane may spill
-    assert sass.count(loop, "LDL", "STL") <= (0.06 * len(loop) if CODES.search(case.name) else 0)
+    allowed = 0.06 if CODES.search(case.name) else 0.02 if case.name.startswith("decode") else 0
+    assert sass.count(loop, "LDL", "STL") <= allowed * len(loop)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if CODES.search(case.name)], ids=lambda case: case.name)
-def test_budgets_of_caches_are_met(case):
+@pytest.mark.parametrize("case", WITHIN, ids=lambda case: case.name)
+def test_budgets_are_met(case):
     """On sm_90, of which the budgets are."""
     assert case.instructions("sm_90") <= case.budget
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name.startswith("decode")], ids=lambda case: case.name)
+def test_four_programs_of_decoding_fit_a_multiprocessor(case):
+    """By their registers, of which there are 65,536, and by 227 KiB of shared memory on sm_90."""
+    compiled = case.compiled("sm_90")
+    assert 65536 // (case.threads * compiled.registers) >= 4 and 4 * (compiled.shared + 1024) <= 227 * 1024
+
+
+def test_tokens_are_read_again_no_more_than_weights():
+    """From the L2 cache, by every program: bits of 64 tokens over those of the weights that they are multiplied by."""
+    tile = launch_configs.choose_tile(64, False, 4, launch_configs.WIDE_ROWS)
+    assert tile.block_m * 16 <= tile.block_n * 4
 
 
 @pytest.mark.parametrize("target", LARGEST_BLOCK)
 @pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[6], CASES[9]], ids=lambda case: case.name)
 def test_other_cards(case, target):
     compiled = case.compiled(target)
-    assert (compiled.local_bytes == 0 or CODES.search(case.name)) and compiled.shared <= LARGEST_BLOCK[target] * 1024
+    assert (compiled.local_bytes == 0 or case.name.startswith("decode")) and compiled.shared <= LARGEST_BLOCK[
+        target
+    ] * 1024
     assert sass.loops(compiled.machine_code), "a matrix instruction stands in a loop"
 
 

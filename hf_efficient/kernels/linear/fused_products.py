@@ -205,6 +205,13 @@ def _round_once(operators: Operators, group: list[Operator]) -> None:
             if operators.are_private([gated, maker], maker.result):
                 inputs = [rows(gate), rows(up)]
                 func, args, replaced = _OPS.silu_mul_quantize.default, (*inputs, *how), [gated, maker]
+    if _rounds_itself(group) and not kept:
+        (product,) = group
+        if replaced:
+            weight = (product.arguments[name] for name in ("w_codes", "w_scale", "bias"))
+            args = (*args[:2], *weight)
+            operators.replace([*replaced, product], _OPS.silu_mul_quantized_linear.default, args, product.results)
+        return
     operators.replace(replaced, func, args, [*made, *kept])
     for total, own in zip(kept, replaced[0].results if kept else ()):
         operators.replace([], torch.ops.aten.view.default, (total, list(own.shape)), [own])
@@ -219,6 +226,13 @@ def _round_once(operators: Operators, group: list[Operator]) -> None:
         else:
             args = made[0], one["w_codes"], scale, one["w_scale"], one["bias"], x.dtype
             operators.replace([operator], _OPS.fp8_linear.default, args, operator.results)
+
+
+def _rounds_itself(group: list[Operator]) -> bool:
+    """Whether the product of `group` rounds its token in the same launch."""
+    named = group[0].arguments
+    is_plain = named["format"] == "int8" and named["scale"] is None and named["w_zero_point"] is None
+    return len(group) == len(named["x"]) == 1 and is_plain
 
 
 @fuses(30)

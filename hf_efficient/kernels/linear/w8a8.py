@@ -168,11 +168,26 @@ def _silu_mul_quantize_cpu(gate, up, format, scale, zero_point):
 
 def _quantized_linear_cuda(x, w_codes, w_scale, bias, format, scale, zero_point, w_zero_point, w_sums):
     kernels = op.triton_kernels()
+    if len(x) == 1 and format == "int8" and scale is None and w_zero_point is None:
+        return kernels.rounded_w8a8_linear(x, w_codes, w_scale, bias)
     codes, scale, zero_point = kernels.quantize(x, format, scale, zero_point)
     if "fp8" in format:
         return kernels.fp8_linear(codes, w_codes, scale, w_scale, bias, out_dtype=x.dtype)
     zero_points = dict(x_zero_point=zero_point, w_zero_point=w_zero_point, w_sums=w_sums)
     return kernels.w8a8_linear(codes, w_codes, scale, w_scale, bias, **zero_points, out_dtype=x.dtype)
+
+
+def _silu_mul_quantized_linear_cuda(gate, up, w_codes, w_scale, bias):
+    kernels = op.triton_kernels()
+    if len(gate) == 1:
+        return kernels.rounded_w8a8_linear(gate, w_codes, w_scale, bias, up)
+    codes, scale, _ = kernels.silu_mul_quantize(gate, up, format="int8")
+    return kernels.w8a8_linear(codes, w_codes, scale, w_scale, bias, out_dtype=gate.dtype)
+
+
+def _silu_mul_quantized_linear_cpu(gate, up, w_codes, w_scale, bias):
+    codes, scale = _silu_mul_quantize_cpu(gate, up, "int8", None, None)
+    return w8a8_cpu.int8_product(codes, w_codes, scale, w_scale, bias, None, None, None, gate.dtype)
 
 
 def _out_features(w_codes, in_features) -> int:
@@ -246,6 +261,13 @@ op.define(
     fake=_product_fake,
     takes_mkldnn=True,
     weight=_weight,
+)
+op.define(
+    "silu_mul_quantized_linear(Tensor gate, Tensor up, Tensor w_codes, Tensor w_scale, Tensor? bias) -> Tensor",
+    cpu=_silu_mul_quantized_linear_cpu,
+    cuda=_silu_mul_quantized_linear_cuda,
+    fake=lambda gate, up, w_codes, *others: _product_fake(gate, w_codes, *others),
+    takes_mkldnn=True,
 )
 op.define(
     "llm_int8_linear(Tensor x, Tensor w_codes, Tensor w_scale, Tensor? bias, float threshold) -> Tensor",

@@ -27,6 +27,7 @@ from .reference import (
     gate_up_silu_reference,
     weight_only_linear_reference,
 )
+from .rounded_w8a8 import rounded_w8a8_linear
 from .sparse24 import dequantize_sparse24, sparse24_linear, sparse24_linear_reference
 from .sparse24_packing import pack_sparse24, pack_sparse24_codes, unpack_sparse24
 from .split_k import counters_in
@@ -45,7 +46,7 @@ __all__ = [
     "gate_up_silu_dense", "gate_up_silu_reference", "grouped_linear", "grouped_linear_reference", "joined_linear",
     "joined_w8a8_linear", "joined_weight_only_linear", "llm_int8_linear", "pack_canonical", "pack_codebook_weight",
     "pack_sparse24", "pack_sparse24_codes", "pack_ternary", "pack_trellis", "pack_trits", "pack_weight", "quantize",
-    "resolve_activation_order", "rms_norm_quantize", "silu_mul_quantize", "sparse24_linear",
+    "resolve_activation_order", "rms_norm_quantize", "rounded_w8a8_linear", "silu_mul_quantize", "sparse24_linear",
     "sparse24_linear_reference", "ternary_linear", "ternary_linear_reference", "trellis_linear",
     "trellis_linear_reference", "unpack_canonical", "unpack_codebook_weight", "unpack_sparse24", "unpack_ternary",
     "unpack_trellis", "unpack_trits", "unpack_weight", "w8a8_linear", "weight_only_linear",

@@ -23,7 +23,7 @@ def zero_point_word(zero, magic, BITS: tl.constexpr, DTYPE: tl.constexpr):
     """Zero points int32 -> the bits of what `plane` adds: -(128 + zero point) (bfloat16) or -(1024 + zero point)
     (float16) in both halves of a word, or -(2^23 + zero point) (float32, and bfloat16 with 8 bits)."""
     if DTYPE == tl.float16 or (DTYPE == tl.bfloat16 and BITS < 8):
-        return (zero * 0x10001) | (magic ^ -0x7FFF8000)
+        return zero * 0x10001 + (magic ^ -0x7FFF8000)  # one multiply-add: no bits meet
     else:
         return zero | -0x35000000
 

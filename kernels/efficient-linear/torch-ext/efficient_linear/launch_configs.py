@@ -6,6 +6,8 @@ entry on a GPU.
 
 from dataclasses import dataclass, replace
 
+import triton
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -27,6 +29,11 @@ SIXTEEN_BIT_INPUT = {
     64: Tile(64, 64, 4, 3, 3),
     256: Tile(128, 64, 8, 3),
 }
+# Of 33 to 64 tokens and many rows, 4 or 8 bits, on NVIDIA's GPUs. All tokens are read from the L2 cache again for every
+# BLOCK_N rows: with 256 rows as much as 4-bit weights from memory, with 64 four times as much. More rows have no
+# registers.
+WIDE_64 = Tile(256, 64, 8, 3, 1)
+WIDE_ROWS = 2048
 # float32 has no exact matrix instruction: plain multiply-adds, small tiles, for comparison rather than for speed
 FLOAT32_INPUT = {64: Tile(32, 16, 4, 2, 4), 256: Tile(32, 32, 4, 2)}
 
@@ -50,10 +57,13 @@ DEQUANTIZE_ABOVE = 256
 FEWEST_STEPS_PER_SPLIT = 4  # of 128 columns: shorter splits spend their time filling the pipeline
 
 
-def choose_tile(tokens: int, float32: bool, bits: int = 4) -> Tile:
-    """The tile for 1 .. DEQUANTIZE_ABOVE tokens."""
+def choose_tile(tokens: int, float32: bool, bits: int = 4, rows: int = 0) -> Tile:
+    """The tile for 1 .. DEQUANTIZE_ABOVE tokens; more take that of as many. rows: of a weight whose kernel may take
+    `WIDE_64`, else 0."""
+    if rows >= WIDE_ROWS and 32 < tokens <= 64 and bits in (4, 8) and not float32:
+        return WIDE_64
     table = FLOAT32_INPUT if float32 else SIXTEEN_BIT_INPUT
-    tile = next(tile for most, tile in table.items() if tokens <= most)
+    tile = next(tile for most, tile in table.items() if min(tokens, DEQUANTIZE_ABOVE) <= most)
     # a step of 3-bit weights is twice as long: with 64 tokens it takes more registers (sm_80) and tensor memory
     # (sm_100) than there are
     return replace(tile, block_m=min(tile.block_m, 32)) if bits == 3 else tile
@@ -66,12 +76,24 @@ def choose_dense_tile(tokens: int, float32: bool, is_gate_up: bool = False) -> D
     return next(tile for most, tile in (DENSE_FLOAT32 if float32 else DENSE_SIXTEEN_BIT).items() if tokens <= most)
 
 
+@triton.constexpr_function
+def steps_a_round(block_m, bits):
+    """Steps of K in one round of the loop: few tokens leave registers for two, which share what surrounds them. A step
+    of 3-bit weights is twice as long as the others."""
+    return 2 if bits != 3 and block_m <= 16 else 1
+
+
 def stages(tile: Tile, bits: int) -> int:
-    """num_stages of the loop over K: a step of 3-bit weights is twice as long."""
-    return (tile.num_stages + 1) // 2 if bits == 3 else tile.num_stages
+    """num_stages of the loop over K: for rounds of 256 columns two or three, so that four programs fit."""
+    if bits == 3:
+        return (tile.num_stages + 1) // 2
+    if steps_a_round(tile.block_m, bits) == 2:
+        return 2 if bits == 8 else tile.num_stages // 2 + 1
+    return tile.num_stages
 
 
 def choose_steps_per_split(tile: Tile, programs: int, steps: int, processors: int) -> int:
-    """How many of the `steps` of K one program takes, for `programs` tiles on `processors` multiprocessors."""
+    """How many of the `steps` of K one program takes, for `programs` tiles on `processors` multiprocessors: an even
+    number, for rounds of two."""
     splits = max(1, min(tile.programs_per_processor * processors // programs, steps // FEWEST_STEPS_PER_SPLIT))
-    return -(-steps // splits)
+    return min(steps, -(-steps // (2 * splits)) * 2)

@@ -1,25 +1,31 @@
 """2:4 sparse weights: of every four neighbours in a row at most two are not zero, and only two are stored.
 
-Tiles of 64 rows and 128 columns, that is 32 groups of four columns a row. A group stores the values of its first and
-second kept position and a nibble that says which: bits 0-1 the first position, bits 2-3 the second.
+Rows are cut into tiles of 16, columns into rounds of 256, that is 64 groups of four columns. A group stores its first
+and its second kept number, and one of six patterns: which positions they have. The order is that of packing.py: of the
+matrix instruction (plane) j = 0 .. 15 of a round, lane 4 r + t has the groups of columns 16 j + 4 t of the rows
+r and r + 8 (s = 0, 1).
 
-values16: [ceil(N / 64), ceil(K / 128), 2, 64, 32] in the weight's dtype: first values of all groups, then second ones.
-values4: uint8 [ceil(N / 64), ceil(K / 128), 64, 32]: codes of the first (low nibble) and second kept position.
-places: uint8 [ceil(N / 64), ceil(K / 128), 64, 16]: the nibbles of group g (low) and g + 16 (high).
+values16 [ceil(N / 16), ceil(K / 256), 8, 128, 2] in the weight's dtype: block j // 2, word 4 * lane + 2 * (j % 2) + s,
+    the first and the second number.
+values4 uint8 [ceil(N / 16), ceil(K / 256), 2, 128, 4]: block j // 8, word 4 * lane + 2 * (j // 4 % 2) + s of 32 bits;
+    the first code at bit 4 * (j % 4), the second one 16 bits higher.
+places uint8 [ceil(N / 16), ceil(K / 256), 128, 4]: word 4 * lane + j // 4 of 32 bits; the pattern at bit
+    8 * (j % 4) + 4 * s.
 That is 9 bits a weight for 16-bit weights and 3 for 4-bit ones, plus scales.
 """
 
 import torch
 
 
-ROWS, COLUMNS = 64, 128  # of a tile
+ROWS, COLUMNS = 16, 256  # of a tile and a round
+PATTERNS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))  # kept positions of a group
 
 
-def _tiles(weight: torch.Tensor) -> torch.Tensor:
-    """[N, K] -> [tiles, steps, 64, 32, 4], padded with zeros."""
+def _groups(weight: torch.Tensor) -> torch.Tensor:
+    """[N, K] -> [tiles, rounds, 16 (j), 8 (r), 4 (t), 2 (s), 4 columns], padded with zeros."""
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight, (0, -columns % COLUMNS, 0, -rows % ROWS))
-    return padded.view(padded.shape[0] // ROWS, ROWS, -1, 32, 4).transpose(1, 2).contiguous()
+    return padded.view(-(-rows // ROWS), 2, 8, -(-columns // COLUMNS), 16, 4, 4).permute(0, 3, 4, 2, 5, 1, 6)
 
 
 def _kept_positions(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,16 +39,28 @@ def _kept_positions(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _check(weight: torch.Tensor, kept: torch.Tensor) -> None:
     if weight.dim() != 2 or 0 in weight.shape:
         raise ValueError(f"the weight has shape {tuple(weight.shape)}: allowed is [N, K] with N, K >= 1")
-    too_many = _tiles(kept.to(torch.uint8)).sum(-1) > 2
+    padded = torch.nn.functional.pad(kept.to(torch.uint8), (0, -kept.shape[1] % 4))
+    too_many = padded.unflatten(1, (-1, 4)).sum(-1) > 2
     if bool(too_many.any()):
-        tile, step, row, group = too_many.nonzero()[0].tolist()
-        first = f"row {tile * ROWS + row} keeps more than 2 of the columns from {step * COLUMNS + 4 * group} on"
+        row, group = too_many.nonzero()[0].tolist()
+        first = f"row {row} keeps more than 2 of the columns from {4 * group} on"
         raise ValueError(f"{first}: allowed are at most 2 of every 4")
 
 
-def _pack_positions(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    nibbles = (first | second << 2).to(torch.uint8)
-    return (nibbles[..., :16] | nibbles[..., 16:] << 4).contiguous()
+def _pack_patterns(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Kept positions [tiles, rounds, j, r, t, s] -> places."""
+    pattern = torch.zeros(4, 4, dtype=torch.uint8, device=first.device)
+    for number, (a, b) in enumerate(PATTERNS):
+        pattern[a, b] = number
+    numbers = pattern[first, second].unflatten(2, (4, 4)).permute(0, 1, 4, 5, 2, 3, 6)  # r, t, word, byte, s
+    return (numbers[..., 0] | numbers[..., 1] << 4).reshape(*first.shape[:2], 128, 4).contiguous()
+
+
+def _stored(weight: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two stored numbers of each group, [tiles, rounds, j, r, t, s, 2], and places."""
+    _check(weight, kept)
+    first, second = _kept_positions(_groups(kept.to(torch.uint8)) != 0)
+    return _groups(weight).gather(-1, torch.stack((first, second), -1)), _pack_patterns(first, second)
 
 
 def pack_sparse24(weight: torch.Tensor, kept: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,12 +70,9 @@ def pack_sparse24(weight: torch.Tensor, kept: torch.Tensor | None = None) -> tup
     Raises ValueError where more than two of four neighbours are stored, naming the first such position."""
     if weight.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(f"the weight has dtype {weight.dtype}: allowed is float16, bfloat16 or float32")
-    kept = weight != 0 if kept is None else kept
-    _check(weight, kept)
-    tiles = _tiles(weight)
-    first, second = _kept_positions(_tiles(kept.to(torch.uint8)) != 0)
-    values = [tiles.gather(-1, position[..., None])[..., 0] for position in (first, second)]
-    return torch.stack(values, 2), _pack_positions(first, second)
+    numbers, places = _stored(weight, weight != 0 if kept is None else kept)
+    numbers = numbers.unflatten(2, (8, 2)).permute(0, 1, 2, 4, 5, 3, 6, 7)  # block, r, t, j % 2, s, two
+    return numbers.reshape(*places.shape[:2], 8, 128, 2).contiguous(), places
 
 
 def pack_sparse24_codes(
@@ -67,39 +82,42 @@ def pack_sparse24_codes(
     the code of a zero weight (a number, or uint8 [N, K]). Errors as `pack_sparse24`."""
     if codes.dtype != torch.uint8 or bool((codes > 15).any()):
         raise TypeError(f"codes is {codes.dtype}: allowed is torch.uint8 with values up to 15")
-    kept = codes != zero if kept is None else kept
-    _check(codes, kept)
-    tiles = _tiles(codes)
-    first, second = _kept_positions(_tiles(kept.to(torch.uint8)) != 0)
-    low, high = (tiles.gather(-1, position[..., None])[..., 0] for position in (first, second))
-    return low | high << 4, _pack_positions(first, second)
+    numbers, places = _stored(codes, codes != zero if kept is None else kept)
+    # tiles, rounds, block, half, byte, j % 2, r, t, s, two -> block, r, t, half, s, two, byte, j % 2
+    numbers = numbers.unflatten(2, (2, 2, 2, 2)).permute(0, 1, 2, 6, 7, 3, 8, 9, 4, 5)
+    return (numbers[..., 0] | numbers[..., 1] << 4).reshape(*places.shape[:2], 2, 128, 4).contiguous(), places
 
 
 def unpack_sparse24(values: torch.Tensor, places: torch.Tensor, out_features: int, in_features: int):
     """The inverse: (weight or codes [N, K] with 0 where nothing is stored, bool [N, K] of what is stored)."""
     check_sparse24(values, places, out_features, in_features)
+    tiles, rounds = places.shape[:2]
     if values.dtype == torch.uint8:
-        parts = values & 15, values >> 4
+        numbers = torch.stack((values & 15, values >> 4), -1).view(tiles, rounds, 2, 8, 4, 2, 2, 2, 2, 2)
+        numbers = numbers.permute(0, 1, 2, 5, 8, 9, 3, 4, 6, 7)  # block, half, byte, j % 2, r, t, s, two
     else:
-        parts = values[:, :, 0], values[:, :, 1]
-    nibbles = torch.cat((places & 15, places >> 4), -1).long()
-    dense = values.new_zeros(*parts[0].shape, 4)
-    stored = torch.zeros(dense.shape, dtype=torch.bool, device=values.device)
-    for part, position in zip(parts, (nibbles & 3, nibbles >> 2)):
-        dense.scatter_(-1, position[..., None], part[..., None])
-        stored.scatter_(-1, position[..., None], True)
-    shape = dense.shape[0] * ROWS, dense.shape[1] * COLUMNS
-    return tuple(t.transpose(1, 2).reshape(shape)[:out_features, :in_features].contiguous() for t in (dense, stored))
+        numbers = values.view(tiles, rounds, 8, 8, 4, 2, 2, 2).permute(0, 1, 2, 5, 3, 4, 6, 7)
+    numbers = numbers.reshape(tiles, rounds, 16, 8, 4, 2, 2)
+    patterns = torch.stack((places & 15, places >> 4), -1).view(tiles, rounds, 8, 4, 4, 4, 2)
+    patterns = patterns.permute(0, 1, 4, 5, 2, 3, 6).reshape(numbers.shape[:-1]).long()
+    positions = torch.tensor(PATTERNS, device=values.device)[patterns]
+    dense = values.new_zeros(*numbers.shape[:-1], 4).scatter_(-1, positions, numbers)
+    stored = torch.zeros(dense.shape, dtype=torch.bool, device=values.device).scatter_(-1, positions, True)
+    shape = tiles * ROWS, rounds * COLUMNS
+    return tuple(
+        tensor.permute(0, 5, 3, 1, 2, 4, 6).reshape(shape)[:out_features, :in_features].contiguous()
+        for tensor in (dense, stored)
+    )
 
 
 def check_sparse24(values: torch.Tensor, places: torch.Tensor, out_features: int, in_features: int) -> None:
-    tiles = -(-out_features // ROWS), -(-in_features // COLUMNS)
+    size = -(-out_features // ROWS), -(-in_features // COLUMNS)
     four_bits = values.dtype == torch.uint8
     if not four_bits and values.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(f"values has dtype {values.dtype}: allowed is uint8 (4 bits), float16, bfloat16 or float32")
     if places.dtype != torch.uint8:
         raise TypeError(f"places has dtype {places.dtype}: allowed is torch.uint8")
-    shapes = {"values": (*tiles, ROWS, 32) if four_bits else (*tiles, 2, ROWS, 32), "places": (*tiles, ROWS, 16)}
+    shapes = {"values": (*size, 2, 128, 4) if four_bits else (*size, 8, 128, 2), "places": (*size, 128, 4)}
     for name, tensor in (("values", values), ("places", places)):
         if tuple(tensor.shape) != shapes[name] or not tensor.is_contiguous():
             raise ValueError(

@@ -178,7 +178,8 @@ def _multiply(x, packed, scale, zero_point, bias, codebook=None, *, bits, group_
     out = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
-    tile = choose_tile(tokens, x.dtype == torch.float32, bits)
+    rows = out_features if codebook is None and not torch.version.hip else 0
+    tile = choose_tile(tokens, x.dtype == torch.float32, bits, rows)
     row_blocks, token_blocks = triton.cdiv(out_features, tile.block_n), triton.cdiv(tokens, tile.block_m)
     tensors = (x, packed, scale, zero_point, codebook, bias, out)
     sizes = (tokens, out_features, in_features, x.stride(0), *_scale_strides(scale), *_scale_strides(zero_point))

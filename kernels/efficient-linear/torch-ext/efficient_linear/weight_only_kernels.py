@@ -4,12 +4,12 @@ Both kernels compute a tile [BLOCK_N rows of the weight, BLOCK_M tokens] of the 
 Codes minus zero points are exact in the dtype of x (entries of a codebook are rounded to it); their products with x are
 added in float32 and multiplied by the group's scale in float32, so a weight is never rounded.
 
-Instructions in the loop for one weight (sm_90, bfloat16, 16 tokens, groups of 64, Triton 3.7): 3.1, 3.2, 3.3, 5.2 for
-2, 3, 4, 8 bits, 0.3 more with zero points; 3.3, 3.4, 4.6 for codebooks of 2, 3, 4 bits. A zero point itself takes none:
-the subtraction that removes the 128 removes it too. Taking both out of the products, as (128 + zero point) * sum(x),
-would save that subtraction, half an instruction a weight. It is not done: it needs sums of x (a second matrix product
-of ones, an eighth of an instruction but as much work again for the matrix units, or a pass before this one), and the
-sum would lose five bits to cancellation (eight in float16).
+Instructions in the loop for one weight (sm_90, bfloat16, 16 tokens, groups of 64, Triton 3.7): 2.7, 3.1, 2.9, 4.8 for
+2, 3, 4, 8 bits, 0.2 more with zero points; 2.8, 3.2, 4.1 for codebooks of 2, 3, 4 bits. A round of the loop takes 256
+columns. A zero point itself takes none: the subtraction that removes the 128 removes it too. Taking both out of the
+products, as (128 + zero point) * sum(x), would save that subtraction, half an instruction a weight. It is not done: it
+needs sums of x (a second matrix product of ones, an eighth of an instruction but as much work again for the matrix
+units, or a pass before this one), and the sum would lose five bits to cancellation (eight in float16).
 """
 
 import triton
@@ -18,6 +18,7 @@ import triton.language as tl
 from .codebook_fragments import load_codebook
 from .decode import unpack
 from .fragments import columns_of, load_step, rows_of_lanes, words_from_rows, zero_point_word
+from .launch_configs import steps_a_round
 from .split_k import arrive, sum_of_parts
 
 
@@ -36,18 +37,23 @@ def load_byte(at, PTX: tl.constexpr):
 
 
 @triton.jit
-def load_zero(
-    zero_ptr, rows, group, N, stride_zn, stride_zg, magic, BITS: tl.constexpr, ASYMMETRIC: tl.constexpr,
-    DTYPE: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """For every word of T tiles the `zero_point_word` of its row and group: [T, 128]."""
+def load_zero(at, offset, magic, BITS: tl.constexpr, ASYMMETRIC: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """The `zero_point_word` of the zero points that lie `offset` behind the pointers `at`."""
     if ASYMMETRIC:
-        at = zero_ptr + group * stride_zg
-        upper = load_byte(at + tl.minimum(rows, N - 1).to(tl.int64) * stride_zn, PTX)
-        lower = load_byte(at + tl.minimum(rows + 8, N - 1).to(tl.int64) * stride_zn, PTX)
-        return words_from_rows(zero_point_word(upper, magic, BITS, DTYPE), zero_point_word(lower, magic, BITS, DTYPE))
+        return zero_point_word(load_byte(at + offset, PTX), magic, BITS, DTYPE)
     else:
         return 0
+
+
+@triton.jit
+def load_scale(at):
+    """The scale at each pointer in float32. The compiler converts bfloat16 by inline assembly, which it repeats for
+    every use of a number; a shift it does once."""
+    scale = tl.load(at)
+    if scale.dtype == tl.bfloat16:
+        return (scale.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return scale.to(tl.float32)
 
 
 @triton.jit
@@ -65,6 +71,8 @@ def accumulate(
     COLUMNS: tl.constexpr = 256 if BITS == 3 else 128  # packing.step_columns
     BLOCKS: tl.constexpr = COLUMNS * BITS // 256
     PART: tl.constexpr = GROUP if GROUP > 0 and GROUP < 128 else 128  # columns with one scale
+    PARTS: tl.constexpr = COLUMNS // PART
+    ROUND: tl.constexpr = steps_a_round(BLOCK_M, BITS)
     T: tl.constexpr = BLOCK_N // 16
 
     tiles = (N + 15) // 16
@@ -78,20 +86,29 @@ def accumulate(
     last_group = (K - 1) // GROUP if GROUP > 0 else 0
 
     group = first_step * COLUMNS // GROUP if GROUP > 0 else 0
-    scale = tl.load(scale_ptr + rows * stride_sn + group * stride_sg).to(tl.float32)
-    zero = load_zero(zero_ptr, lane_rows, group, N, stride_zn, stride_zg, magic, BITS, ASYMMETRIC, DTYPE, PTX)
+    scale_rows = scale_ptr + rows * stride_sn
+    zero_upper, zero_lower = 0, 0
+    if ASYMMETRIC:
+        zero_upper = zero_ptr + tl.minimum(lane_rows, N - 1).to(tl.int64) * stride_zn
+        zero_lower = zero_ptr + tl.minimum(lane_rows + 8, N - 1).to(tl.int64) * stride_zn
+    scale = load_scale(scale_rows + group * stride_sg)
+    upper = load_zero(zero_upper, group * stride_zg, magic, BITS, ASYMMETRIC, DTYPE, PTX)
+    lower = load_zero(zero_lower, group * stride_zg, magic, BITS, ASYMMETRIC, DTYPE, PTX)
     codebook_at, tables = 0, 0
     if LOOKUP > 0:
         codebook_at, tables = load_codebook(codebook_ptr, lane_rows, N, BITS, LOOKUP, PER_ROW, DTYPE)
     result = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for step in tl.range(first_step, tl.minimum(last_step, steps)):
+    for step in tl.range(first_step, tl.minimum(last_step, steps), loop_unroll_factor=ROUND):
         words = load_step(packed_ptr, row_block * T, tiles, words_in_tile, step, T, BLOCKS)
-        for part in tl.static_range(COLUMNS // PART):
+        for part in tl.static_range(PARTS):
             column = step * COLUMNS + part * PART
             if EVEN_K and COLUMNS == 128:
                 x = tl.load(x_at + column)
             else:
                 x = tl.load(x_at + column, mask=(columns < K - column)[:, None], other=0.0)
+            zero = 0
+            if ASYMMETRIC:
+                zero = words_from_rows(upper, lower)
             weight = unpack(
                 words, zero, magic, codebook_at, tables, part * (PART // 16), PART // 16, BITS, ASYMMETRIC, LOOKUP,
                 DTYPE, PTX, UPCAST, QUADS,
@@ -101,14 +118,21 @@ def accumulate(
                 x = x.to(tl.float32)
             if GROUP > 0:
                 # the scale and zero point of the next part are loaded before they are needed
-                group = tl.minimum(group + 1 if GROUP == PART else (column + PART) // GROUP, last_group)
-                next_scale = tl.load(scale_ptr + rows * stride_sn + group * stride_sg).to(tl.float32)
-                next_zero = load_zero(
-                    zero_ptr, lane_rows, group, N, stride_zn, stride_zg, magic, BITS, ASYMMETRIC, DTYPE, PTX
-                )
+                scale_at, offset = scale_rows + group * stride_sg, group * stride_zg
+                if GROUP == PART and EVEN_K and COLUMNS == 128 and part + 1 < PARTS:  # beside the first of the step
+                    scale_at += (part + 1) * stride_sg
+                    offset += (part + 1) * stride_zg
+                else:
+                    following = step * PARTS + part + 1 if GROUP == PART else (column + PART) // GROUP
+                    group = tl.minimum(following, last_group)
+                    scale_at, offset = scale_rows + group * stride_sg, group * stride_zg
+                next_scale = load_scale(scale_at)
+                next_upper = load_zero(zero_upper, offset, magic, BITS, ASYMMETRIC, DTYPE, PTX)
+                next_lower = load_zero(zero_lower, offset, magic, BITS, ASYMMETRIC, DTYPE, PTX)
                 result += tl.dot(weight, x, input_precision="ieee") * scale[:, None]
                 scale = next_scale
-                zero = next_zero
+                upper = next_upper
+                lower = next_lower
             else:
                 result = tl.dot(weight, x, result, input_precision="ieee")
     if GROUP == 0:

@@ -15,6 +15,12 @@ class Config:
     block_n: int  # keys a step
     num_warps: int
     num_stages: int
+    registers: int | None = None  # the most that a thread may have, on NVIDIA's GPUs
+
+    @property
+    def programs_per_processor(self) -> int:
+        """Of decoding: as many as the registers allow, else two."""
+        return 2 if self.registers is None else 65536 // (32 * self.num_warps * self.registers)
 
 
 # kind of GPU -> (largest head dim, bytes an element) -> configuration for `forward_kernel`. As large as fits the
@@ -64,11 +70,12 @@ _FORWARD = {
 # forward_hopper.py. No GPU could measure those here, so nothing chooses them yet; benchmarks name them.
 FORWARD_VARIANT = {"sm_80": "portable", "sm_90": "portable", "sm_100": "portable", "amd": "portable"}
 # backend -> (largest head dim, bits of a number) -> configurations, by rows of the tile. Small enough for the 99 KiB of
-# sm_86 and sm_89.
+# sm_86 and sm_89. With 128 registers, for four programs a multiprocessor, addresses for the end of a lane spill, and
+# with pages of 16 one in seventy instructions of the loop.
 _DECODE = {
     "nvidia": {
         (64, 16): (Config(16, 64, 4, 3), Config(64, 64, 4, 3)),
-        (128, 16): (Config(16, 64, 4, 3), Config(64, 64, 8, 3)),
+        (128, 16): (Config(16, 64, 4, 2, 128), Config(64, 64, 8, 3)),
         (192, 16): (Config(16, 64, 4, 2), Config(32, 32, 8, 2)),
         (256, 16): (Config(16, 32, 4, 2), Config(32, 32, 8, 2)),
         (64, 32): (Config(16, 32, 4, 2), Config(32, 32, 4, 2)),
@@ -168,7 +175,7 @@ def codes_config(head_dim: int, rows: int, tokens: int, backend: str | None = No
         return CodesConfig(8)
     if rows > 8:
         return CodesConfig(16)
-    return CodesConfig(8, 2, 32, 200) if tokens and tokens % 32 == 0 else CodesConfig(8, registers=168)
+    return CodesConfig(8, 2, 32, 200) if tokens and tokens % 32 == 0 else CodesConfig(8, 2, 16, 168)
 
 
 def processors(device: torch.device) -> int:

@@ -18,20 +18,20 @@ from .decode_codes import decode_codes_kernel
 from .decode_combine import arrival_counters, finish_lane
 from .decode_schedule import MIN_KEYS, program_share, sequence_tiles
 from .decode_scores import find_pages, locate, query_positions, visible_scores
+from .forward_launch import token_strides
 from .kv_formats import QuantizedKV
 from .tiles import INTERPRETED, dot, load_rows, score_scales, softmax_weights
 
 
-_PROGRAMS_PER_PROCESSOR = 2
-
-
-@triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "appended", "left", "right", "tiles", "kv_heads"])
+@triton.jit(
+    do_not_specialize=["batch", "seqlen_q", "seqlen_k", "appended", "left", "right", "tiles", "kv_heads", "tokens"]
+)
 def decode_kernel(
-    q, k, v, out, lse, partial, statistics, arrivals, sinks, slopes, tree_mask, cache_seqlens,
-    block_table,
+    q, k, v, out, lse, partial, statistics, arrivals, sinks, slopes, tree_mask, cache_seqlens, block_table,
+    cu_seqlens_q,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_slopes,
     stride_table,
-    batch, seqlen_q, seqlen_k, appended, kv_heads, tiles, scale, cap, left, right,
+    batch, seqlen_q, seqlen_k, appended, kv_heads, tiles, scale, cap, left, right, tokens,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_B: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -39,7 +39,8 @@ def decode_kernel(
     """Decodes over keys and values in the dtype of q.
 
     A lane is one key head and one tile of rows; row i * GROUP + g is query i of head g of the group. tree_mask is
-    contiguous [B, Sq]. The other pointers are those of `attend_few`, None where absent.
+    contiguous [B, Sq]. The other pointers are those of `attend_few`, None where absent. With cu_seqlens_q a sequence
+    has up to Sq queries, which are the last of its Sq rows: so their positions are those of its last keys.
     """
     TREE: tl.constexpr = tree_mask is not None
     lanes = kv_heads * tiles
@@ -60,7 +61,11 @@ def decode_kernel(
         valid = m < seqlen_q * GROUP
         query_index = m // GROUP
         head = kv_head * GROUP + m % GROUP
-        query_rows = q + sequence * stride_qb + query_index.to(tl.int64) * stride_qt + head * stride_qh
+        token = query_index.to(tl.int64)
+        if cu_seqlens_q is not None:
+            token += tl.load(cu_seqlens_q + sequence + 1) - seqlen_q
+            valid = valid & (token >= tl.load(cu_seqlens_q + sequence))
+        query_rows = q + sequence * stride_qb + token * stride_qt + head * stride_qh
         query = load_rows(query_rows, valid, True, HEAD_DIM, BLOCK_D)
 
         shift = length - seqlen_q
@@ -87,8 +92,8 @@ def decode_kernel(
             start = tl.multiple_of(start, BLOCK_N)
             page, slot, offset, present = locate(pages, start, length, PAGE_SIZE, BLOCK_N)
             pages = find_pages(own_table, sequence, start + BLOCK_N, length, PAGE_SIZE, BLOCK_N)
-            key_rows = k_head + page * stride_kb + slot * stride_kt + offset * stride_kt
-            value_rows = v_head + page * stride_vb + slot * stride_vt + offset * stride_vt
+            key_rows = k_head + offset * stride_kt + page * stride_kb + slot * stride_kt
+            value_rows = v_head + offset * stride_vt + page * stride_vb + slot * stride_vt
             keys = load_rows(key_rows, present, True, HEAD_DIM, BLOCK_D)
             values = load_rows(value_rows, present, True, VALUE_DIM, BLOCK_DV)
             s = dot(query, tl.trans(keys))
@@ -101,9 +106,9 @@ def decode_kernel(
             acc = acc * shrink[:, None] + dot(p.to(v.dtype.element_ty), values)
 
         finish_lane(
-            out, lse, sinks, partial, statistics, arrivals, acc, total, maximum, sequence, kv_head, tile, lane_start,
-            lane_tiles,
-            first, last, share, seqlen_q, kv_heads, tl.arange(0, BLOCK_DV), GROUP, VALUE_DIM, ROWS, STEP,
+            out, lse, sinks, partial, statistics, arrivals, acc, total, maximum, cu_seqlens_q, tokens, sequence,
+            kv_head, tile, lane_start, lane_tiles, first, last, share, seqlen_q, kv_heads, tl.arange(0, BLOCK_DV),
+            GROUP, VALUE_DIM, ROWS, STEP,
         )  # fmt: skip
         sequence_start += tl.where(lane % lanes == lanes - 1, lanes * lane_tiles, 0)
 
@@ -111,6 +116,11 @@ def decode_kernel(
 def is_decode(queries: int, group: int) -> bool:
     """Whether `attend_few` is faster than forward.attend for so many queries a sequence."""
     return queries <= 16 or queries * group <= 128
+
+
+def is_packed_decode(queries: int, group: int) -> bool:
+    """The same of packed sequences of at most so many queries: one tile has them, however few a sequence has."""
+    return is_decode(queries, group) and queries * group <= 64
 
 
 def parts_at_once(rows: int, columns: int) -> int:
@@ -122,34 +132,40 @@ def attend_few(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float, window: tuple[int, int], softcap: float,
     s_aux: torch.Tensor | None, alibi_slopes: torch.Tensor | None = None, tree_mask: torch.Tensor | None = None,
     cache_seqlens: torch.Tensor | None = None, appended: int = 0, block_table: torch.Tensor | None = None,
-    return_lse: bool = False, quantized: QuantizedKV | None = None,
+    return_lse: bool = False, quantized: QuantizedKV | None = None, cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Launches a decode kernel on checked arguments.
 
     q is [B, Sq, Hq, D]; k and v are [B, Sk, Hk, D or Dv], or with block_table (int32 [B, max_blocks]) pages, of codes
     with `quantized`. A sequence has cache_seqlens (int32 [B], None: Sk) plus `appended` keys. window -1 is no limit.
-    alibi_slopes float32 [Hq] or [B, Hq]. With tree_mask int64 [B, Sq] the right window is not used.
+    alibi_slopes float32 [Hq] or [B, Hq]. With tree_mask int64 [B, Sq] the right window is not used. With cu_seqlens_q
+    int32 [B + 1] q is [T, Hq, D], packed sequences of at most max_seqlen_q queries, over pages that are not quantized;
+    out is [T, Hq, Dv] and the other result [Hq, T].
 
     Returns out [B, Sq, Hq, Dv] in the dtype of q and, with return_lse, float32 [B, Hq, Sq], the natural logarithm of
     the softmax sums (sink included; -inf without keys and sink).
 
     Raises ValueError for more than 2**31 key tiles.
     """
-    batch, queries, heads, head_dim = q.shape
+    packed = cu_seqlens_q is not None
+    heads, head_dim = q.shape[-2:]
+    batch, queries = (len(cu_seqlens_q) - 1, max_seqlen_q) if packed else q.shape[:2]
     kv_heads, page_size = k.shape[2], k.shape[1]
     grouped = quantized is not None and quantized.bits < 8
     value_dim = quantized.v_tail.shape[3] if grouped else v.shape[3]
-    out = torch.empty((batch, queries, heads, value_dim), dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device) if return_lse else None
-    if out.numel() == 0:
+    out = torch.empty((*q.shape[:-1], value_dim), dtype=q.dtype, device=q.device)
+    shape = (heads, len(q)) if packed else (batch, heads, queries)
+    lse = torch.empty(shape, dtype=torch.float32, device=q.device) if return_lse else None
+    if out.numel() == 0 or batch == 0 or queries == 0:
         return out, lse
     group = heads // kv_heads
     paged = block_table is not None
     capacity = page_size * (block_table.shape[1] if paged else 1)
-    rows = queries * group
+    rows, is_nvidia = queries * group, not INTERPRETED and not torch.version.hip
     if quantized is None:
         kernel, config = decode_kernel, decode_config(q.dtype, max(head_dim, value_dim), rows)
-        block_n, warps, per_processor = config.block_n, config.num_warps, _PROGRAMS_PER_PROCESSOR
+        block_n, warps = config.block_n, config.num_warps
         block_dv = max(16, triton.next_power_of_2(value_dim))
         arrays, beside = (k, v), ()
         options = {"BLOCK_N": block_n, "BLOCK_D": max(16, triton.next_power_of_2(head_dim)), "BLOCK_DV": block_dv}
@@ -157,19 +173,14 @@ def attend_few(
     else:
         tokens = 0 if quantized.bits == 8 else page_size // quantized.k_scale.shape[1]
         kernel, config = decode_codes_kernel, codes_config(max(head_dim, value_dim), rows, tokens)
-        warps, block_n, per_processor = config.warps, config.keys * config.warps, config.programs_per_processor
+        warps, block_n = config.warps, config.keys * config.warps
         arrays, beside, options = _codes(k, v, head_dim, quantized)
         block_dv = options["VALUE_BYTES"] * 8 // quantized.bits
-        ptx = not INTERPRETED and not torch.version.hip
-        options |= {
-            "WARPS": warps,
-            "KEYS": config.keys,
-            "magic": MAGIC,
-            "PTX": ptx,
-            **({"maxnreg": config.registers} if ptx else {}),
-        }
+        options |= {"WARPS": warps, "KEYS": config.keys, "magic": MAGIC, "PTX": is_nvidia}
         capacity += options["RING"]
 
+    if is_nvidia and config.registers is not None:
+        options["maxnreg"] = config.registers
     tiles = triton.cdiv(rows, config.block_m)
     if batch * kv_heads * tiles * triton.cdiv(capacity, block_n) >= 2**31:
         raise ValueError(
@@ -178,7 +189,7 @@ def attend_few(
         )
     visited = min(capacity, window[0] + queries + 2 * block_n) if window[0] >= 0 else capacity
     work = batch * kv_heads * tiles * triton.cdiv(max(visited, 1), MIN_KEYS.value)
-    programs = min(per_processor * processors(q.device), work)
+    programs = min(config.programs_per_processor * processors(q.device), work)
     real_rows = min(config.block_m, triton.next_power_of_2(rows))
     partial = torch.empty((2 * programs, real_rows, block_dv), dtype=torch.float32, device=q.device)
     statistics = torch.empty((2 * programs, real_rows, 2), dtype=torch.float32, device=q.device)
@@ -187,11 +198,12 @@ def attend_few(
         kernel[(programs,)](
             q, *arrays, out, lse, partial, statistics, arrival_counters(programs, q.device), s_aux, slopes,
             None if tree_mask is None else tree_mask.contiguous(), cache_seqlens, block_table,
-            *q.stride()[:3], *arrays[0].stride()[:3], *arrays[1].stride()[:3],
-            *(stride for tensor in beside for stride in tensor.stride()[:3]),
+            *((cu_seqlens_q,) if quantized is None else ()), *token_strides(q), *arrays[0].stride()[:3],
+            *arrays[1].stride()[:3], *(stride for tensor in beside for stride in tensor.stride()[:3]),
             slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0, block_table.stride(0) if paged else 0,
             batch, queries, capacity, appended, kv_heads, tiles, *score_scales(softmax_scale, softcap), *window,
-            GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=config.block_m,
+            *((len(q),) if quantized is None else ()), GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
+            BLOCK_M=config.block_m,
             BLOCK_B=min(1024, max(32, triton.next_power_of_2(batch))), ROWS=real_rows,
             STEP=parts_at_once(real_rows, block_dv), PAGE_SIZE=page_size if paged else 0,
             HAS_LEFT=window[0] >= 0, HAS_RIGHT=window[1] >= 0, SOFTCAP=softcap > 0, num_warps=warps, **options,

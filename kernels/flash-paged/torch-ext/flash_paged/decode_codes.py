@@ -365,7 +365,7 @@ def decode_codes_kernel(
         factor = tl.exp2(maximum - tl.where(highest == float("-inf"), 0.0, highest)[None, :])
         finish_lane(
             out, lse, sinks, partial, statistics, arrivals, tl.trans(tl.sum(acc * factor[:, None, :], 0)),
-            tl.sum(tl.sum(total, 1) * factor, 0), highest, sequence, kv_head, tile, lane_start, lane_tiles, first, last,
-            share, seqlen_q, kv_heads, value_channel, GROUP, VALUE_DIM, ROWS, STEP,
+            tl.sum(tl.sum(total, 1) * factor, 0), highest, None, 0, sequence, kv_head, tile, lane_start, lane_tiles,
+            first, last, share, seqlen_q, kv_heads, value_channel, GROUP, VALUE_DIM, ROWS, STEP,
         )  # fmt: skip
         sequence_start += tl.where(lane % lanes == lanes - 1, lanes * lane_tiles, 0)

@@ -103,16 +103,21 @@ def add_parts(partial, statistics, first, last, ROWS: tl.constexpr, BLOCK_DV: tl
 
 @triton.jit
 def write_rows(
-    out, lse, sinks, acc, total, maximum, sequence, kv_head, m, seqlen_q, kv_heads, channel,
+    out, lse, sinks, acc, total, maximum, cu_seqlens_q, tokens, sequence, kv_head, m, seqlen_q, kv_heads, channel,
     GROUP: tl.constexpr, VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
     """Writes rows m (query m // GROUP, head m % GROUP of the group) of the result.
 
-    out is contiguous [B, Sq, Hq, Dv], lse float32 [B, Hq, Sq] or None. channel [BLOCK_DV]: the channel of each column
-    of acc; columns of VALUE_DIM and above are not written.
+    out is contiguous [B, Sq, Hq, Dv], lse float32 [B, Hq, Sq] or None; with cu_seqlens_q out is [T, Hq, Dv] and lse
+    [Hq, tokens], and the last queries of the Sq are those of the sequence. channel [BLOCK_DV]: the channel of each
+    column of acc; columns of VALUE_DIM and above are not written.
     """
     valid = m < seqlen_q * GROUP
     query = m // GROUP
+    token = sequence * seqlen_q + query
+    if cu_seqlens_q is not None:
+        token = tl.load(cu_seqlens_q + sequence + 1).to(tl.int64) - seqlen_q + query
+        valid = valid & (token >= tl.load(cu_seqlens_q + sequence))
     head = kv_head * GROUP + m % GROUP
     heads = kv_heads * GROUP
     if sinks is not None:
@@ -126,16 +131,19 @@ def write_rows(
     divisor = tl.where(total == 0.0, 1.0, total)
     if lse is not None:
         value = tl.where(total == 0.0, float("-inf"), (maximum + tl.log2(divisor)) * 0.6931471805599453)
-        tl.store(lse + (sequence * heads + head) * seqlen_q + query, value, mask=valid)
-    pointers = out + (((sequence * seqlen_q + query) * heads + head) * VALUE_DIM)[:, None] + channel[None, :]
+        at = (sequence * heads + head) * seqlen_q + query
+        if cu_seqlens_q is not None:
+            at = head.to(tl.int64) * tokens + token
+        tl.store(lse + at, value, mask=valid)
+    pointers = out + ((token * heads + head) * VALUE_DIM)[:, None] + channel[None, :]
     result = (acc / divisor[:, None]).to(out.dtype.element_ty)
     tl.store(pointers, result, mask=valid[:, None] & (channel < VALUE_DIM)[None, :])
 
 
 @triton.jit
 def finish_lane(
-    out, lse, sinks, partial, statistics, arrivals, acc, total, maximum, sequence, kv_head, tile, lane_start,
-    lane_tiles, first, last, share, seqlen_q, kv_heads, channel,
+    out, lse, sinks, partial, statistics, arrivals, acc, total, maximum, cu_seqlens_q, tokens, sequence, kv_head, tile,
+    lane_start, lane_tiles, first, last, share, seqlen_q, kv_heads, channel,
     GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Stores or writes this program's sums over key tiles first..last of a lane (query tile `tile` of a key head).
@@ -147,8 +155,9 @@ def finish_lane(
     if last - first == lane_tiles:
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         write_rows(
-            out, lse, sinks, acc, total, maximum, sequence, kv_head, m, seqlen_q, kv_heads, channel, GROUP, VALUE_DIM
-        )
+            out, lse, sinks, acc, total, maximum, cu_seqlens_q, tokens, sequence, kv_head, m, seqlen_q, kv_heads,
+            channel, GROUP, VALUE_DIM,
+        )  # fmt: skip
     else:
         first_program = lane_start // share
         last_program = (lane_start + lane_tiles - 1) // share
@@ -158,6 +167,6 @@ def finish_lane(
             sums = add_parts(partial, statistics, first_program, last_program, ROWS, BLOCK_DV, STEP)
             m = tile * BLOCK_M + tl.arange(0, ROWS)
             write_rows(
-                out, lse, sinks, sums[0], sums[1], sums[2], sequence, kv_head, m, seqlen_q, kv_heads, channel, GROUP,
-                VALUE_DIM,
+                out, lse, sinks, sums[0], sums[1], sums[2], cu_seqlens_q, tokens, sequence, kv_head, m, seqlen_q,
+                kv_heads, channel, GROUP, VALUE_DIM,
             )  # fmt: skip

@@ -19,8 +19,9 @@ def find_pages(block_table, sequence, start, length, PAGE_SIZE: tl.constexpr, BL
     elif PAGE_SIZE % BLOCK_N == 0:
         pages = tl.load(block_table + start // PAGE_SIZE, mask=start < length, other=-1)
     else:
-        key = start + tl.arange(0, BLOCK_N)
-        pages = tl.load(block_table + key // PAGE_SIZE, mask=key < length, other=-1)
+        offset = tl.arange(0, BLOCK_N)
+        at = start // PAGE_SIZE + offset // PAGE_SIZE if BLOCK_N % PAGE_SIZE == 0 else (start + offset) // PAGE_SIZE
+        pages = tl.load(block_table + at, mask=start + offset < length, other=-1)
     return pages
 
 
@@ -36,7 +37,7 @@ def locate(pages, start, length, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr)
         if PAGE_SIZE % BLOCK_N == 0:
             slot = tl.cast(start % PAGE_SIZE, tl.int64)
         else:
-            offset = (start + offset) % PAGE_SIZE
+            offset = (offset if BLOCK_N % PAGE_SIZE == 0 else start + offset) % PAGE_SIZE
             slot = tl.cast(0, tl.int64)
         present = present & (pages >= 0)
     return pages.to(tl.int64), slot, offset, present

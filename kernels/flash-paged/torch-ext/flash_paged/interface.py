@@ -35,7 +35,7 @@ from .checks import (
     check_tree,
 )
 from .debug_checks import check_cumulative, check_lengths, check_numbers, check_ring
-from .decode import attend_few, is_decode
+from .decode import attend_few, is_decode, is_packed_decode
 from .forward import attend
 from .kv_formats import QuantizedKV
 from .rotary import check_rotary, rotate_and_write
@@ -107,9 +107,12 @@ def flash_attn_varlen_func(
     options = check_options(
         q, batch, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, return_attn_probs
     )
-    out, lse = attend(
-        q, k, v, max_seqlen_q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=block_table, **options
-    )
+    if block_table is not None and is_packed_decode(max_seqlen_q, q.shape[1] // k.shape[2]):
+        lengths = {"cache_seqlens": cu_seqlens_k.diff(), "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
+        out, lse = attend_few(q, k, v, block_table=block_table, **lengths, **options)
+    else:
+        lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        out, lse = attend(q, k, v, max_seqlen_q, block_table=block_table, **lengths, **options)
     return (out, lse, None) if return_attn_probs else out
 
 

@@ -104,8 +104,10 @@ def locate_keys(
         v_rows = v + page * stride_vb + slot * stride_vt + offsets * stride_vt
         present = present & (page >= 0)
     else:
-        page = tl.load(block_table + (start + offsets) // PAGE_SIZE, mask=present, other=-1).to(tl.int64)
-        slot = (start + offsets) % PAGE_SIZE
+        at, slot = (start + offsets) // PAGE_SIZE, (start + offsets) % PAGE_SIZE
+        if BLOCK_N % PAGE_SIZE == 0:  # `start` stands at the first slot of a page
+            at, slot = start // PAGE_SIZE + offsets // PAGE_SIZE, offsets % PAGE_SIZE
+        page = tl.load(block_table + at, mask=present, other=-1).to(tl.int64)
         k_rows = k + page * stride_kb + slot * stride_kt
         v_rows = v + page * stride_vb + slot * stride_vt
         present = page >= 0
