@@ -15,7 +15,6 @@ from transformers.generation.continuous_batching.input_outputs import TMP_TOKEN_
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from hf_efficient.cache.request_pages import NewTokens, PageGroup, RequestPages
-from hf_efficient.generation.replay.captured_forward import is_being_watched
 from hf_efficient.generation.replay.captured_step import WIDTHS, padded
 from hf_efficient.generation.request_drafts import Growing, RequestDrafts
 from hf_efficient.integrations import transformers_request_checks as request_checks
@@ -54,6 +53,11 @@ class BatchedIOs(ContinuousBatchingIOs):
                 self.drafts = drafts_of(continuous_batching_config, cache, self.forward_seconds)
         if self.pages is None:
             refuse(continuous_batching_config, "its pages are not read by the kernels")
+            if any(hasattr(allocator, "rings") for allocator in cache.cache_allocators.values()):
+                kv_format = continuous_batching_config.kv_format
+                raise ValueError(
+                    f"kv_format={kv_format!r} in continuous batching needs a C++ compiler and no compile configs"
+                )
         self._proposed: list[tuple[int, list[int]]] = []  # (number in the batch, drafts) of requests that have some
         self._growing: list[Growing] = []
 
@@ -65,7 +69,7 @@ class BatchedIOs(ContinuousBatchingIOs):
         takes = self.pages is not None and all(
             self.pages.takes(future.state.position_offset, future.query_length) for future in requests_in_batch
         )
-        if not takes or not requests_in_batch or is_being_watched():
+        if not takes or not requests_in_batch:
             return super().prepare_batch_tensors(
                 requests_in_batch, logits_processors, use_decode_fast_path, num_q_tokens, max_kv_read, use_padding
             )
@@ -75,7 +79,7 @@ class BatchedIOs(ContinuousBatchingIOs):
         for future, own in zip(requests_in_batch, drafts):
             state = future.state
             tables = [allocator.block_table[state.request_id] for allocator in allocators]
-            requests.append(NewTokens(state.tokens_to_process + own, state.position_offset, tables))
+            requests.append(NewTokens(state.tokens_to_process + own, state.position_offset, tables, state.request_id))
             wanted.append(future.has_new_token + len(own))
             state.position_offset += future.query_length
             if future.has_new_token:
@@ -227,4 +231,5 @@ def _group_of(allocator) -> PageGroup:
     else:
         pages, scales = dict(allocator._kv_page_views), {}
     stride = allocator.block_physical_stride // allocator.tokens_per_page
-    return PageGroup(pages, scales, stride, allocator.sliding_window if is_window else 0)
+    window, rings = allocator.sliding_window if is_window else 0, getattr(allocator, "rings", None)
+    return PageGroup(pages, scales, stride, window, rings)

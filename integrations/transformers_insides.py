@@ -42,6 +42,7 @@ def of(used_by: str, module: str, *names: str, **releases: str) -> tuple[Inside,
 
 
 _BATCHING, _FORMATS = "integrations/transformers_continuous_batching.py", "integrations/transformers_paged_formats.py"
+_GROUPED = "integrations/transformers_grouped_pages.py"
 _PAGES, _STEP = "integrations/transformers_quantized_pages.py", "integrations/transformers_batched_step.py"
 _CHECKS, _DRAFTS = "integrations/transformers_request_checks.py", "integrations/transformers_request_drafts.py"
 _MANAGER, _BUDGETS = "integrations/transformers_batching_manager.py", "integrations/transformers_step_budget.py"
@@ -114,6 +115,8 @@ OF_CONTINUOUS_BATCHING: tuple[Inside, ...] = (
     ),
     *of(_FORMATS, "configuration_utils", "PreTrainedConfig._attn_implementation"),
     *of(_FORMATS, f"{_CB}.continuous_api", "PagedAttentionCache"),
+    *of(_GROUPED, f"{_CB}.cache_allocators", "CacheAllocator.fork_blocks", since="5.19"),
+    *of(_GROUPED, f"{_CB}.cache_allocators", "CacheAllocator.free_blocks", since="5.19"),
     *of(_PAGES, f"{_CB}.cache", "ATTN_TYPE_TO_ALLOCATOR", since="5.18"),
     *of(_PAGES, f"{_CB}.cache", "FullAttentionCacheAllocator"),
     *of(_PAGES, f"{_CB}.cache_allocators", "CacheAllocator._after_cache_tensor_init", since="5.19"),

@@ -12,13 +12,15 @@ import torch
 import transformers
 from transformers.generation.continuous_batching import PagedAttentionCache, continuous_api
 
+from hf_efficient.cache import request_rings
 from hf_efficient.integrations.transformers_releases import has, needs
 from hf_efficient.kernels.attention import api
 
 
-FORMATS = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+FORMATS = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": 4, "int2": 2}
 CPU_BATCH_TOKENS = 512  # default of `max_batch_tokens` on a CPU: as many as one forward takes
-CODES: ContextVar[torch.dtype | None] = ContextVar("codes of the cache that is being built", default=None)
+# dtype of the codes of the cache that is being built, or their bits
+CODES: ContextVar[torch.dtype | int | None] = ContextVar("codes", default=None)
 
 
 @dataclass
@@ -32,8 +34,10 @@ class ContinuousBatchingConfig(transformers.ContinuousBatchingConfig):
     Args:
         kv_format: how keys and values are stored. "auto": in the model's dtype. "int8", "fp8" (float8_e4m3fn): one byte
             a number and one float16 scale a token and head, (D + 2) / 2D of bfloat16's bytes for head dim D: nearly
-            twice the tokens in the same memory. `num_blocks` counts blocks of this format. int4 and int2 are for
-            `PagedCache` only: they keep the newest tokens of a sequence outside of the pages.
+            twice the tokens in the same memory. "int4", "int2", on a CPU: the pages of `PagedCache(kv_format="int4")`,
+            of 8, 16, 32, 64, 128 or 256 tokens (`page_size`). A request keeps its first page and its newest 128 to 256
+            tokens besides, in the model's dtype, so this pays for long requests. Requests do not share prefixes then,
+            and layers must not have windows. `num_blocks` counts blocks of the format.
         prompt_lookup_num_tokens: drafts of a request at most, that are copied from its own text (`PromptLookup`).
         assistant_model: a smaller model that drafts, with the model's tokenizer and attn_implementation="flash_paged".
             Its `generation_config.num_assistant_tokens` limits the drafts. Its pages take memory besides.
@@ -45,7 +49,7 @@ class ContinuousBatchingConfig(transformers.ContinuousBatchingConfig):
 
     Keys and values that are read from the pages are rounded. The new ones of sliding-window layers are not, nor those
     of a forward that reads nothing from the cache (whole prompts, not padded for CUDA graphs). So tokens may depend on
-    how requests are batched, within what the format rounds.
+    how requests are batched, within what the format rounds. int4 and int2 read a prompt in parts of at most 193 tokens.
 
     Raises ValueError for another format, for both drafters, and for a format but "auto" or a drafter with transformers
     before 5.19. For a model without that attention, the manager raises it for a drafter, and building the cache for a
@@ -101,6 +105,8 @@ class FormattedCache(PagedAttentionCache):
                 f"kv_format={kv_format!r} needs a model with attn_implementation='flash_paged', and this one has "
                 f"{config._attn_implementation!r}"
             )
+        if kv_format in request_rings.FORMATS:
+            _check_grouped(continuous_batching_config, kv_format, device)
         is_ours = config._attn_implementation in api.ATTENTION_NAMES
         self.waits = is_ours and has("5.24")
         if is_ours and torch.device(device).type == "cpu" and continuous_batching_config.max_batch_tokens is None:
@@ -118,8 +124,20 @@ class FormattedCache(PagedAttentionCache):
         return key_states, value_states
 
 
+def _check_grouped(continuous_batching_config, kv_format: str, device) -> None:
+    """Raises ValueError for what int4 and int2 pages do not have in continuous batching."""
+    given = f"kv_format={kv_format!r} in continuous batching"
+    if torch.device(device).type != "cpu":
+        raise ValueError(f'{given} runs on a CPU, and the model is on {device}: use "int8" or "fp8"')
+    if continuous_batching_config.cpu_offload_space != 0:
+        raise ValueError(
+            f"{given} with cpu_offload_space={continuous_batching_config.cpu_offload_space}: what is not in pages "
+            "would not be moved; only 0 is allowed"
+        )
+
+
 @contextmanager
-def _building(codes: torch.dtype | None):
+def _building(codes: torch.dtype | int | None):
     token = CODES.set(codes)
     try:
         yield

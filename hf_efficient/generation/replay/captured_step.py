@@ -10,6 +10,7 @@ import torch
 from transformers.utils import logging
 
 from hf_efficient.cache.request_pages import NewTokens, RequestPages
+from hf_efficient.generation.replay.captured_forward import is_being_watched
 from hf_efficient.kernels.replay.recorder import Capture, NotReplayable
 
 
@@ -61,9 +62,10 @@ class CapturedStep:
         """
         self.is_steady = True
         ends = list(accumulate(len(request.tokens) for request in requests))
-        if ends[-1] <= self.pages.most_tokens:
+        longest = max(len(request.tokens) for request in requests)
+        if ends[-1] <= self.pages.most_tokens and longest <= self.pages.most_of_request:
             return self._run(requests, [at for end, rows in zip(ends, wanted) for at in range(end - rows, end)])
-        parts = _parts(requests, wanted, self.pages.most_tokens)
+        parts = _parts(requests, wanted, self.pages.most_tokens, self.pages.most_of_request)
         results = [[tensor.clone() for tensor in self._run(*part)] for part in parts]
         return tuple(torch.cat(tensors) for tensors in zip(*results))
 
@@ -77,7 +79,7 @@ class CapturedStep:
         return logits[: len(index)], best[: len(index)]
 
     def _forward(self, width: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_capturable:
+        if not self.is_capturable or is_being_watched():
             return self._compute(width, rows, False)
         kind = width, rows
         captured = self._captures.pop(kind, None)
@@ -116,19 +118,21 @@ def padded(tokens: int) -> int:
     return whole + (left and WIDTHS[bisect_left(WIDTHS, left)])
 
 
-def _parts(requests: list[NewTokens], wanted: list[int], most: int) -> Iterator[tuple[list[NewTokens], list[int]]]:
+def _parts(
+    requests: list[NewTokens], wanted: list[int], most: int, most_of_request: int
+) -> Iterator[tuple[list[NewTokens], list[int]]]:
     """Cuts the requests into forwards of at most `most` tokens, each with the numbers of the tokens whose logits are
     wanted. A prompt may be cut: its later tokens see the earlier ones in the pages."""
     part, index, count = [], [], 0
     for request, rows in zip(requests, wanted):
         first = 0
         while first < len(request.tokens):
-            taken = request.tokens[first : first + most - count]
-            part.append(NewTokens(taken, request.past + first, request.tables))
+            taken = request.tokens[first : first + min(most - count, most_of_request)]
+            part.append(request._replace(tokens=taken, past=request.past + first))
             first, count = first + len(taken), count + len(taken)
             rows_here = min(len(taken), max(0, rows - (len(request.tokens) - first)))
             index += range(count - rows_here, count)
-            if count == most:
+            if count == most or first < len(request.tokens):
                 yield part, index
                 part, index, count = [], [], 0
     if part:
