@@ -19,6 +19,7 @@ from hf_efficient.generation.replay.captured_step import WIDTHS, padded
 from hf_efficient.generation.request_drafts import Growing, RequestDrafts
 from hf_efficient.integrations import transformers_request_checks as request_checks
 from hf_efficient.integrations import transformers_step_budget as step_budget
+from hf_efficient.integrations.transformers_evicting_pages import Evicting
 from hf_efficient.integrations.transformers_page_forward import PageForwards
 from hf_efficient.integrations.transformers_request_drafts import drafts_of, full_attention, refuse
 from hf_efficient.kernels.attention import api
@@ -43,21 +44,27 @@ class BatchedIOs(ContinuousBatchingIOs):
         milliseconds = getattr(continuous_batching_config, "max_ms_between_tokens", None)
         self.forward_seconds = step_budget.measured(cache, milliseconds)
         is_ours = device.type == "cpu" and config._attn_implementation in api.ATTENTION_NAMES
-        if config._attn_implementation in api.ATTENTION_NAMES:
-            request_checks.limit(cache)
         compiles = continuous_batching_config.varlen_compile_config or continuous_batching_config.decode_compile_config
         if is_ours and not compiles:
             groups = [_group_of(allocator) for allocator in cache.cache_allocators.values()]
             if all(group.serves(model_dtype, config.num_attention_heads) for group in groups):
                 self.pages = RequestPages(groups, WIDTHS[-1])
                 self.drafts = drafts_of(continuous_batching_config, cache, self.forward_seconds)
+                if not any(group.window for group in groups):
+                    cache.read_cache_limit = 0  # tokens that a step reads are no limit where no index names them
+        full = full_attention(cache)
+        self._evicting = full if isinstance(full, Evicting) else None
         if self.pages is None:
             refuse(continuous_batching_config, "its pages are not read by the kernels")
-            if any(hasattr(allocator, "rings") for allocator in cache.cache_allocators.values()):
-                kv_format = continuous_batching_config.kv_format
-                raise ValueError(
-                    f"kv_format={kv_format!r} in continuous batching needs a C++ compiler and no compile configs"
-                )
+            if self._evicting is not None or hasattr(full, "rings"):
+                given = "eviction" if self._evicting else f"kv_format={continuous_batching_config.kv_format!r}"
+                raise ValueError(f"{given} in continuous batching needs a C++ compiler and no compile configs")
+        elif self._evicting is not None:
+            self._evicting.begin(
+                continuous_batching_config.eviction, self.pages.groups[0], config, cache.max_batch_tokens
+            )
+        if config._attn_implementation in api.ATTENTION_NAMES:
+            request_checks.limit(cache)
         self._proposed: list[tuple[int, list[int]]] = []  # (number in the batch, drafts) of requests that have some
         self._growing: list[Growing] = []
 
@@ -79,7 +86,9 @@ class BatchedIOs(ContinuousBatchingIOs):
         for future, own in zip(requests_in_batch, drafts):
             state = future.state
             tables = [allocator.block_table[state.request_id] for allocator in allocators]
-            requests.append(NewTokens(state.tokens_to_process + own, state.position_offset, tables, state.request_id))
+            dropped = 0 if self._evicting is None else self._evicting.dropped(state.request_id)
+            past, tokens = state.position_offset - dropped, state.tokens_to_process + own
+            requests.append(NewTokens(tokens, past, tables, state.request_id, dropped))
             wanted.append(future.has_new_token + len(own))
             state.position_offset += future.query_length
             if future.has_new_token:
@@ -153,7 +162,19 @@ class BatchedIOs(ContinuousBatchingIOs):
         return count
 
     def prepare_batch_update(self):
-        """As transformers', with all but the last accepted token of each request appended already."""
+        """As transformers', with all but the last accepted token of each request appended already, and tokens beyond a
+        budget evicted."""
+        was_prompt = [not future.state.generated_tokens for future in self.requests_in_batch]
+        result = self._accepted()
+        if self._evicting is not None and self.batch is not None:
+            for future, request, is_prompt in zip(self.requests_in_batch, self.batch[0], was_prompt):
+                state, held = future.state, request.past + request.dropped
+                if state.request_id in self._evicting.block_table:
+                    seen = state.position_offset
+                    self._evicting.evict(state.request_id, seen, seen - held, is_prompt)
+        return result
+
+    def _accepted(self):
         if self.batch is None or not any(own for _, own in self._proposed):
             self._learn([0] * len(self._proposed))
             return super().prepare_batch_update()

@@ -12,7 +12,8 @@ import torch
 import transformers
 from transformers.generation.continuous_batching import PagedAttentionCache, continuous_api
 
-from hf_efficient.cache import request_rings
+from hf_efficient.cache import request_eviction, request_rings
+from hf_efficient.integrations.transformers_evicting_pages import POLICY
 from hf_efficient.integrations.transformers_releases import has, needs
 from hf_efficient.kernels.attention import api
 
@@ -41,6 +42,9 @@ class ContinuousBatchingConfig(transformers.ContinuousBatchingConfig):
         prompt_lookup_num_tokens: drafts of a request at most, that are copied from its own text (`PromptLookup`).
         assistant_model: a smaller model that drafts, with the model's tokenizer and attn_implementation="flash_paged".
             Its `generation_config.num_assistant_tokens` limits the drafts. Its pages take memory besides.
+        eviction: an `EvictionPolicy` by which requests lose tokens, as in `PagedCache(eviction=...)`, on a CPU. Its
+            scorer must look at nothing but stored tokens and keep equally many of each head: `KeyNorm`, `SinkWindow`.
+            Requests do not share prefixes then, layers must not have windows, and an assistant model cannot draft.
         max_ms_between_tokens: milliseconds that a step may take while sequences decode, by measured seconds. Prompts
             come in parts that fit, of at least 16 tokens. On a CPU.
 
@@ -60,6 +64,7 @@ class ContinuousBatchingConfig(transformers.ContinuousBatchingConfig):
     prompt_lookup_num_tokens: int | None = None
     assistant_model: torch.nn.Module | None = None
     max_ms_between_tokens: float | None = None
+    eviction: request_eviction.EvictionPolicy | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -67,6 +72,9 @@ class ContinuousBatchingConfig(transformers.ContinuousBatchingConfig):
             raise ValueError(f"kv_format={self.kv_format!r}: must be one of {list(FORMATS)}")
         if self.kv_format != "auto":
             needs("5.19", f"kv_format={self.kv_format!r} in continuous batching")
+        if self.eviction is not None:
+            needs("5.19", "eviction in continuous batching")
+            request_eviction.check(self.eviction, self.kv_format)
         self._check_drafter()
         budget = self.max_ms_between_tokens
         if budget is not None:
@@ -82,6 +90,8 @@ class ContinuousBatchingConfig(transformers.ContinuousBatchingConfig):
             raise ValueError(f"assistant_model is a {type(model).__name__}: must be a model of transformers, or None")
         if tokens is not None and model is not None:
             raise ValueError("prompt_lookup_num_tokens and assistant_model are both given: a request has one drafter")
+        if model is not None and self.eviction is not None:
+            raise ValueError("eviction and assistant_model are both given: its pages would lose other tokens")
         if tokens is not None or model is not None:
             needs("5.19", "speculation in continuous batching")
 
@@ -105,13 +115,15 @@ class FormattedCache(PagedAttentionCache):
                 f"kv_format={kv_format!r} needs a model with attn_implementation='flash_paged', and this one has "
                 f"{config._attn_implementation!r}"
             )
-        if kv_format in request_rings.FORMATS:
-            _check_grouped(continuous_batching_config, kv_format, device)
+        policy = getattr(continuous_batching_config, "eviction", None)
+        if kv_format in request_rings.FORMATS or policy is not None:
+            given = f"kv_format={kv_format!r}" if policy is None else "eviction"
+            _check_own(config, continuous_batching_config, given, device)
         is_ours = config._attn_implementation in api.ATTENTION_NAMES
         self.waits = is_ours and has("5.24")
         if is_ours and torch.device(device).type == "cpu" and continuous_batching_config.max_batch_tokens is None:
             continuous_batching_config.max_batch_tokens = CPU_BATCH_TOKENS
-        with _building(FORMATS[kv_format]):
+        with _building(CODES, FORMATS[kv_format]), _building(POLICY, policy):
             super().__init__(config, continuous_batching_config, device, *args, **kwargs)
 
     @torch.compiler.disable  # as transformers'
@@ -124,11 +136,13 @@ class FormattedCache(PagedAttentionCache):
         return key_states, value_states
 
 
-def _check_grouped(continuous_batching_config, kv_format: str, device) -> None:
-    """Raises ValueError for what int4 and int2 pages do not have in continuous batching."""
-    given = f"kv_format={kv_format!r} in continuous batching"
+def _check_own(config, continuous_batching_config, given: str, device) -> None:
+    """Raises ValueError for what int4 and int2 pages, and eviction, do not have in continuous batching."""
+    given = f"{given} in continuous batching"
+    if config._attn_implementation not in api.ATTENTION_NAMES:
+        raise ValueError(f"{given} needs attn_implementation='flash_paged', not {config._attn_implementation!r}")
     if torch.device(device).type != "cpu":
-        raise ValueError(f'{given} runs on a CPU, and the model is on {device}: use "int8" or "fp8"')
+        raise ValueError(f"{given} runs on a CPU, and the model is on {device}")
     if continuous_batching_config.cpu_offload_space != 0:
         raise ValueError(
             f"{given} with cpu_offload_space={continuous_batching_config.cpu_offload_space}: what is not in pages "
@@ -137,12 +151,12 @@ def _check_grouped(continuous_batching_config, kv_format: str, device) -> None:
 
 
 @contextmanager
-def _building(codes: torch.dtype | int | None):
-    token = CODES.set(codes)
+def _building(variable: ContextVar, value):
+    token = variable.set(value)
     try:
         yield
     finally:
-        CODES.reset(token)
+        variable.reset(token)
 
 
 def register() -> None:

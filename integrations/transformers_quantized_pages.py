@@ -6,9 +6,12 @@ their scales, or what `transformers_grouped_pages` says. The scheduler, the coun
 offload work on it as on any other.
 """
 
+from collections.abc import Callable
+
 import torch
 from transformers.generation.continuous_batching import cache, cache_allocators
 
+from hf_efficient.integrations.transformers_evicting_pages import POLICY, Evicting, EvictingFullAllocator
 from hf_efficient.integrations.transformers_grouped_pages import GroupedFullAllocator
 from hf_efficient.integrations.transformers_paged_formats import CODES
 from hf_efficient.kernels.attention import api
@@ -83,17 +86,29 @@ class QuantizedSlidingAllocator(_QuantizedPages, cache_allocators.SlidingAttenti
         return tuple(results) or new
 
 
-def _choice(plain: type, quantized: type, grouped: type | None) -> type:
-    """Stands in for the allocator `plain`, and makes those of its format while a cache with a format is built."""
+class EvictingQuantizedAllocator(Evicting, QuantizedFullAllocator):
+    """Codes of 8 bits, of requests that lose tokens."""
 
-    def chosen() -> type:
-        codes = CODES.get()
-        if isinstance(codes, int) and grouped is None:
-            raise ValueError(
-                f"kv_format='int{codes}' in continuous batching: the model has layers with a sliding window; use "
-                '"int8" or "fp8"'
-            )
-        return plain if codes is None else grouped if isinstance(codes, int) else quantized
+
+def _full() -> type:
+    codes = CODES.get()
+    if isinstance(codes, int):
+        return GroupedFullAllocator
+    if POLICY.get() is not None:
+        return EvictingFullAllocator if codes is None else EvictingQuantizedAllocator
+    return cache_allocators.FullAttentionCacheAllocator if codes is None else QuantizedFullAllocator
+
+
+def _sliding() -> type:
+    codes = CODES.get()
+    if isinstance(codes, int) or POLICY.get() is not None:
+        given = f"kv_format='int{codes}'" if isinstance(codes, int) else "eviction"
+        raise ValueError(f"{given} in continuous batching: the model has layers with a sliding window")
+    return cache_allocators.SlidingAttentionCacheAllocator if codes is None else QuantizedSlidingAllocator
+
+
+def _choice(plain: type, chosen: Callable[[], type]) -> type:
+    """Stands in for the allocator `plain`, and makes what the cache that is being built needs."""
 
     class Choice(plain):
         def __new__(cls, *args, **kwargs):
@@ -110,7 +125,7 @@ def register() -> None:
     """Puts these in the place of transformers' own. Idempotent."""
     if cache.FullAttentionCacheAllocator is not cache_allocators.FullAttentionCacheAllocator:
         return
-    full = _choice(cache_allocators.FullAttentionCacheAllocator, QuantizedFullAllocator, GroupedFullAllocator)
-    sliding = _choice(cache_allocators.SlidingAttentionCacheAllocator, QuantizedSlidingAllocator, None)
+    full = _choice(cache_allocators.FullAttentionCacheAllocator, _full)
+    sliding = _choice(cache_allocators.SlidingAttentionCacheAllocator, _sliding)
     cache.ATTN_TYPE_TO_ALLOCATOR.update({full.layer_type: full, sliding.layer_type: sliding})
     cache.FullAttentionCacheAllocator = full  # whose bytes per page count `num_blocks`

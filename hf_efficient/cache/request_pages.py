@@ -20,12 +20,13 @@ FIRST_TABLE = 16  # blocks of a request that a block table has room for at first
 
 class NewTokens(NamedTuple):
     """New tokens of a request. past: tokens that it has in the pages. tables: its blocks in each group of layers.
-    name: which request it is, where a group has rings."""
+    name: which request it is, where a group has rings. dropped: tokens that were evicted from the pages."""
 
     tokens: Sequence[int]
     past: int
     tables: list[list[int]]
     name: str = ""
+    dropped: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +104,8 @@ class RequestPages:
             self._replaced += 1
         ends = list(accumulate(len(request.tokens) for request in requests))
         count, rows, self.width = ends[-1], len(requests), width
-        positions = chain.from_iterable(range(past, past + len(tokens)) for tokens, past, *_ in requests)
+        firsts = [request.past + request.dropped for request in requests]
+        positions = chain.from_iterable(range(a, a + len(request.tokens)) for a, request in zip(firsts, requests))
         tokens = chain.from_iterable(request.tokens for request in requests)
         for tensor, values in ((self.tokens[0], tokens), (self.positions[0], positions)):
             array = tensor.numpy()
