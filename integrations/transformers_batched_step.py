@@ -50,7 +50,7 @@ class BatchedIOs(ContinuousBatchingIOs):
             if all(group.serves(model_dtype, config.num_attention_heads) for group in groups):
                 self.pages = RequestPages(groups, WIDTHS[-1])
                 self.drafts = drafts_of(continuous_batching_config, cache, self.forward_seconds)
-                if not any(group.window for group in groups):
+                if not self.pages.has_windows:
                     cache.read_cache_limit = 0  # tokens that a step reads are no limit where no index names them
         full = full_attention(cache)
         self._evicting = full if isinstance(full, Evicting) else None
@@ -73,22 +73,23 @@ class BatchedIOs(ContinuousBatchingIOs):
     ):
         """As transformers', which raises for an empty batch."""
         self.batch = None
-        takes = self.pages is not None and all(
-            self.pages.takes(future.state.position_offset, future.query_length) for future in requests_in_batch
+        takes = self.pages is not None and (
+            not self.pages.has_windows
+            or all(self.pages.takes(future.state.position_offset, future.query_length) for future in requests_in_batch)
         )
         if not takes or not requests_in_batch:
             return super().prepare_batch_tensors(
                 requests_in_batch, logits_processors, use_decode_fast_path, num_q_tokens, max_kv_read, use_padding
             )
-        allocators = self.cache.cache_allocators.values()
+        tables_of_groups = [allocator.block_table for allocator in self.cache.cache_allocators.values()]
         drafts = self._propose(requests_in_batch, num_q_tokens) if self.drafts is not None else repeat([])
         requests, wanted = [], []
         for future, own in zip(requests_in_batch, drafts):
             state = future.state
-            tables = [allocator.block_table[state.request_id] for allocator in allocators]
-            dropped = 0 if self._evicting is None else self._evicting.dropped(state.request_id)
-            past, tokens = state.position_offset - dropped, state.tokens_to_process + own
-            requests.append(NewTokens(tokens, past, tables, state.request_id, dropped))
+            name, past = state.request_id, state.position_offset
+            dropped = 0 if self._evicting is None else self._evicting.dropped(name)
+            tables = [of_requests[name] for of_requests in tables_of_groups]
+            requests.append(NewTokens(state.tokens_to_process + own, past - dropped, tables, name, dropped))
             wanted.append(future.has_new_token + len(own))
             state.position_offset += future.query_length
             if future.has_new_token:
@@ -164,14 +165,14 @@ class BatchedIOs(ContinuousBatchingIOs):
     def prepare_batch_update(self):
         """As transformers', with all but the last accepted token of each request appended already, and tokens beyond a
         budget evicted."""
+        if self._evicting is None or self.batch is None:
+            return self._accepted()
         was_prompt = [not future.state.generated_tokens for future in self.requests_in_batch]
         result = self._accepted()
-        if self._evicting is not None and self.batch is not None:
-            for future, request, is_prompt in zip(self.requests_in_batch, self.batch[0], was_prompt):
-                state, held = future.state, request.past + request.dropped
-                if state.request_id in self._evicting.block_table:
-                    seen = state.position_offset
-                    self._evicting.evict(state.request_id, seen, seen - held, is_prompt)
+        for future, request, is_prompt in zip(self.requests_in_batch, self.batch[0], was_prompt):
+            seen, before = future.state.position_offset, request.past + request.dropped
+            if request.name in self._evicting.block_table:
+                self._evicting.evict(request.name, seen, seen - before, is_prompt)
         return result
 
     def _accepted(self):

@@ -125,6 +125,16 @@ class FormattedCache(PagedAttentionCache):
             continuous_batching_config.max_batch_tokens = CPU_BATCH_TOKENS
         with _building(CODES, FORMATS[kv_format]), _building(POLICY, policy):
             super().__init__(config, continuous_batching_config, device, *args, **kwargs)
+        allocators = [*self.cache_allocators.values()]
+        is_plain = len(allocators) == 1 and policy is None and not hasattr(allocators[0], "sliding_window")
+        self._only = allocators[0] if is_plain else None  # the one allocator, of layers that see and keep all tokens
+
+    def can_store_request_tokens(self, state, request_len: int, *args, **kwargs) -> bool:
+        """As transformers', at once where the blocks that a request has are enough: for all but one step in a page."""
+        if self._only is not None and (table := self._only.block_table.get(state.request_id)) is not None:
+            if state.position_offset + request_len <= len(table) * self._only.tokens_per_page:
+                return True
+        return super().can_store_request_tokens(state, request_len, *args, **kwargs)
 
     @torch.compiler.disable  # as transformers'
     def update(self, key_states, value_states, layer_idx: int, kwargs: dict):

@@ -7,6 +7,7 @@ reads, which stay where they lie so that it can be captured, and its attention.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -69,6 +70,7 @@ class RequestPages:
         width: tokens of the current forward, its padding included.
         version: changes where tensors were replaced, so that captured forwards are not valid any more.
         most_of_request: tokens of one request that a forward takes.
+        has_windows: whether `takes` may say no.
     """
 
     def __init__(self, groups: list[PageGroup], most_tokens: int):
@@ -78,6 +80,7 @@ class RequestPages:
         self.positions = torch.zeros_like(self.tokens)
         self.starts = torch.zeros(most_tokens + 1, dtype=torch.int32)
         self.lengths = torch.zeros(most_tokens, dtype=torch.int32)
+        self.has_windows = any(group.window for group in groups)
         self._rings = [group.rings for group in groups if group.rings is not None]
         self.ring_rows = torch.zeros(len(groups), most_tokens, dtype=torch.int32)
         self.most_of_request = min((rings.most_new for rings in self._rings), default=most_tokens)
@@ -98,31 +101,32 @@ class RequestPages:
 
     def fill(self, requests: list[NewTokens], width: int) -> None:
         """Sets the tensors for a forward of `width` tokens: those of `requests`, and padding behind them."""
-        longest = max(len(table) for request in requests for table in request.tables)
+        of_requests, pasts, tables, names, dropped = zip(*requests)
+        tables, counts = [*zip(*tables)], [*map(len, of_requests)]
+        longest = max(len(table) for of_group in tables for table in of_group)
         if longest > self.tables[0].shape[1]:
             self._make_tables(1 << (longest - 1).bit_length())
             self._replaced += 1
-        ends = list(accumulate(len(request.tokens) for request in requests))
+        ends = [*accumulate(counts)]
         count, rows, self.width = ends[-1], len(requests), width
-        firsts = [request.past + request.dropped for request in requests]
-        positions = chain.from_iterable(range(a, a + len(request.tokens)) for a, request in zip(firsts, requests))
-        tokens = chain.from_iterable(request.tokens for request in requests)
+        positions = [*map(add, pasts, dropped)]
+        if count > rows:
+            positions = list(chain.from_iterable(map(range, positions, map(add, positions, counts))))
+        tokens = list(chain.from_iterable(of_requests))
         for tensor, values in ((self.tokens[0], tokens), (self.positions[0], positions)):
             array = tensor.numpy()
-            array[:count], array[count:width] = list(values), 0
+            array[:count], array[count:width] = values, 0
         starts, lengths = self.starts.numpy(), self.lengths.numpy()
         starts[1 : rows + 1], starts[rows + 1 : width + 1] = ends, count
-        lengths[:rows], lengths[rows:width] = [request.past for request in requests], 0
+        lengths[:rows], lengths[rows:width] = pasts, 0
         for number, group in enumerate(self.groups):
-            tables = [request.tables[number] for request in requests]
-            self._fill_table(number, group.stride, tables)
+            self._fill_table(number, group.stride, tables[number])
             if group.rings is not None:
-                of_requests = [group.rings.row(request.name) for request in requests]
-                pasts, counts = [request.past for request in requests], [len(request.tokens) for request in requests]
-                group.rings.make_ready(of_requests, pasts, counts, tables)
-                self.ring_rows[number].numpy()[:rows] = of_requests
+                of_rings = [*map(group.rings.row, names)]
+                group.rings.make_ready(of_rings, pasts, counts, tables[number])
+                self.ring_rows[number].numpy()[:rows] = of_rings
 
-    def _fill_table(self, number: int, stride: int, tables: list[list[int]]) -> None:
+    def _fill_table(self, number: int, stride: int, tables: Sequence[list[int]]) -> None:
         """Writes the rows that hold other blocks now."""
         filled, array = self._filled[number], self.tables[number].numpy()
         for row in [row for row, (now, before) in enumerate(zip(tables, filled)) if now != before]:

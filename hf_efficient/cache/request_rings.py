@@ -116,12 +116,12 @@ class RequestRings:
         rows = self.stores[layer].rows
         return dict(k_tail=rows["key_ring"], v_tail=rows["value_ring"], quantized_seqlens=rows["quantized_seqlens"])
 
-    def make_ready(self, rows: list[int], pasts: list[int], counts: list[int], tables: list[list[int]]) -> None:
-        """Quantizes what must leave the rings for `counts` new tokens of the requests in `rows`, which have `pasts` and
-        the blocks `tables`."""
+    def make_ready(self, rows, pasts, counts, tables) -> None:
+        """Quantizes what must leave the rings for `counts` new tokens of the requests in `rows`, which have `pasts` tokens
+        and the blocks `tables`: sequences of equal lengths."""
         done, ring = self._any.quantized, self._any.ring
         full = any(past + count - done[row] > ring for row, past, count in zip(rows, pasts, counts))
-        if not full and all(past for past in pasts):
+        if not full and all(pasts):
             return
         starts, lengths = [0] * len(done), [0] * len(done)
         for row, past, count, table in zip(rows, pasts, counts, tables):

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -61,15 +61,14 @@ class CapturedStep:
         next call overwrites.
         """
         self.is_steady = True
-        ends = list(accumulate(len(request.tokens) for request in requests))
-        longest = max(len(request.tokens) for request in requests)
-        if ends[-1] <= self.pages.most_tokens and longest <= self.pages.most_of_request:
-            return self._run(requests, [at for end, rows in zip(ends, wanted) for at in range(end - rows, end)])
+        counts = [len(request.tokens) for request in requests]
+        if sum(counts) <= self.pages.most_tokens and max(counts) <= self.pages.most_of_request:
+            return self._run(requests, _wanted(counts, wanted))
         parts = _parts(requests, wanted, self.pages.most_tokens, self.pages.most_of_request)
         results = [[tensor.clone() for tensor in self._run(*part)] for part in parts]
         return tuple(torch.cat(tensors) for tensors in zip(*results))
 
-    def _run(self, requests: list[NewTokens], index: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, requests: list[NewTokens], index: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         count = sum(len(request.tokens) for request in requests)
         width = next(width for width in WIDTHS if width >= count)
         rows = min(width, next(rows for rows in LOGITS if rows >= len(index)))
@@ -109,6 +108,13 @@ class CapturedStep:
     def _drop_oldest(self) -> None:
         while len(self._captures) > 1 and sum(c.capture.nbytes for c in self._captures.values()) > MAX_OUTPUT_BYTES:
             del self._captures[next(iter(self._captures))]
+
+
+def _wanted(counts: list[int], wanted: list[int]) -> Sequence[int]:
+    """The numbers of the last `wanted` tokens of each request."""
+    if len(counts) == sum(counts) == sum(wanted) and max(wanted) == 1:
+        return range(len(counts))
+    return [at for end, rows in zip(accumulate(counts), wanted) for at in range(end - rows, end)]
 
 
 def padded(tokens: int) -> int:
