@@ -118,11 +118,13 @@ class FormattedCache(PagedAttentionCache):
         policy = getattr(continuous_batching_config, "eviction", None)
         if kv_format in request_rings.FORMATS or policy is not None:
             given = f"kv_format={kv_format!r}" if policy is None else "eviction"
-            _check_own(config, continuous_batching_config, given, device)
+            _check_own(config, given, device)
         is_ours = config._attn_implementation in api.ATTENTION_NAMES
         self.waits = is_ours and has("5.24")
-        if is_ours and torch.device(device).type == "cpu" and continuous_batching_config.max_batch_tokens is None:
-            continuous_batching_config.max_batch_tokens = CPU_BATCH_TOKENS
+        if is_ours and torch.device(device).type == "cpu":
+            _check_no_swap(continuous_batching_config)
+            if continuous_batching_config.max_batch_tokens is None:
+                continuous_batching_config.max_batch_tokens = CPU_BATCH_TOKENS
         with _building(CODES, FORMATS[kv_format]), _building(POLICY, policy):
             super().__init__(config, continuous_batching_config, device, *args, **kwargs)
         allocators = [*self.cache_allocators.values()]
@@ -146,18 +148,23 @@ class FormattedCache(PagedAttentionCache):
         return key_states, value_states
 
 
-def _check_own(config, continuous_batching_config, given: str, device) -> None:
+def _check_no_swap(continuous_batching_config) -> None:
+    """Raises ValueError for space on the host beside pages that are on the host."""
+    space = getattr(continuous_batching_config, "cpu_offload_space", 0)
+    if space != 0:
+        raise ValueError(
+            f"cpu_offload_space={space}: on a CPU the pages are on the host already; only 0 is allowed, and more pages "
+            "(num_blocks) take what the space would"
+        )
+
+
+def _check_own(config, given: str, device) -> None:
     """Raises ValueError for what int4 and int2 pages, and eviction, do not have in continuous batching."""
     given = f"{given} in continuous batching"
     if config._attn_implementation not in api.ATTENTION_NAMES:
         raise ValueError(f"{given} needs attn_implementation='flash_paged', not {config._attn_implementation!r}")
     if torch.device(device).type != "cpu":
         raise ValueError(f"{given} runs on a CPU, and the model is on {device}")
-    if continuous_batching_config.cpu_offload_space != 0:
-        raise ValueError(
-            f"{given} with cpu_offload_space={continuous_batching_config.cpu_offload_space}: what is not in pages "
-            "would not be moved; only 0 is allowed"
-        )
 
 
 @contextmanager

@@ -117,8 +117,8 @@ class RequestRings:
         return dict(k_tail=rows["key_ring"], v_tail=rows["value_ring"], quantized_seqlens=rows["quantized_seqlens"])
 
     def make_ready(self, rows, pasts, counts, tables) -> None:
-        """Quantizes what must leave the rings for `counts` new tokens of the requests in `rows`, which have `pasts` tokens
-        and the blocks `tables`: sequences of equal lengths."""
+        """Quantizes what must leave the rings for `counts` new tokens of the requests in `rows`, which have `pasts`
+        tokens and the blocks `tables`: sequences of equal lengths."""
         done, ring = self._any.quantized, self._any.ring
         full = any(past + count - done[row] > ring for row, past, count in zip(rows, pasts, counts))
         if not full and all(pasts):

@@ -142,7 +142,7 @@ def batch_processor(name, **config):
     ("name", "config", "message"),
     [
         ("mistral", {}, "kv_format='int4' in continuous batching: the model has layers with a sliding window"),
-        ("llama", dict(cpu_offload_space=0.1), "cpu_offload_space=0.1: what is not in pages would not be moved"),
+        ("llama", dict(cpu_offload_space=0.1), "cpu_offload_space=0.1: on a CPU the pages are on the host already"),
         ("llama", {PAGE_SIZE: 12}, "block_size=12: must be 8, 16, 32, 64, 128 or 256"),
     ],
 )
