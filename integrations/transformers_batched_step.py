@@ -15,11 +15,11 @@ from transformers.generation.continuous_batching.input_outputs import TMP_TOKEN_
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from hf_efficient.cache.request_pages import NewTokens, PageGroup, RequestPages
-from hf_efficient.generation.replay.captured_forward import is_being_watched
 from hf_efficient.generation.replay.captured_step import WIDTHS, padded
 from hf_efficient.generation.request_drafts import Growing, RequestDrafts
 from hf_efficient.integrations import transformers_request_checks as request_checks
 from hf_efficient.integrations import transformers_step_budget as step_budget
+from hf_efficient.integrations.transformers_evicting_pages import Evicting
 from hf_efficient.integrations.transformers_page_forward import PageForwards
 from hf_efficient.integrations.transformers_request_drafts import drafts_of, full_attention, refuse
 from hf_efficient.kernels.attention import api
@@ -44,16 +44,27 @@ class BatchedIOs(ContinuousBatchingIOs):
         milliseconds = getattr(continuous_batching_config, "max_ms_between_tokens", None)
         self.forward_seconds = step_budget.measured(cache, milliseconds)
         is_ours = device.type == "cpu" and config._attn_implementation in api.ATTENTION_NAMES
-        if config._attn_implementation in api.ATTENTION_NAMES:
-            request_checks.limit(cache)
         compiles = continuous_batching_config.varlen_compile_config or continuous_batching_config.decode_compile_config
         if is_ours and not compiles:
             groups = [_group_of(allocator) for allocator in cache.cache_allocators.values()]
             if all(group.serves(model_dtype, config.num_attention_heads) for group in groups):
                 self.pages = RequestPages(groups, WIDTHS[-1])
                 self.drafts = drafts_of(continuous_batching_config, cache, self.forward_seconds)
+                if not self.pages.has_windows:
+                    cache.read_cache_limit = 0  # tokens that a step reads are no limit where no index names them
+        full = full_attention(cache)
+        self._evicting = full if isinstance(full, Evicting) else None
         if self.pages is None:
             refuse(continuous_batching_config, "its pages are not read by the kernels")
+            if self._evicting is not None or hasattr(full, "rings"):
+                given = "eviction" if self._evicting else f"kv_format={continuous_batching_config.kv_format!r}"
+                raise ValueError(f"{given} in continuous batching needs a C++ compiler and no compile configs")
+        elif self._evicting is not None:
+            self._evicting.begin(
+                continuous_batching_config.eviction, self.pages.groups[0], config, cache.max_batch_tokens
+            )
+        if config._attn_implementation in api.ATTENTION_NAMES:
+            request_checks.limit(cache)
         self._proposed: list[tuple[int, list[int]]] = []  # (number in the batch, drafts) of requests that have some
         self._growing: list[Growing] = []
 
@@ -62,20 +73,23 @@ class BatchedIOs(ContinuousBatchingIOs):
     ):
         """As transformers', which raises for an empty batch."""
         self.batch = None
-        takes = self.pages is not None and all(
-            self.pages.takes(future.state.position_offset, future.query_length) for future in requests_in_batch
+        takes = self.pages is not None and (
+            not self.pages.has_windows
+            or all(self.pages.takes(future.state.position_offset, future.query_length) for future in requests_in_batch)
         )
-        if not takes or not requests_in_batch or is_being_watched():
+        if not takes or not requests_in_batch:
             return super().prepare_batch_tensors(
                 requests_in_batch, logits_processors, use_decode_fast_path, num_q_tokens, max_kv_read, use_padding
             )
-        allocators = self.cache.cache_allocators.values()
+        tables_of_groups = [allocator.block_table for allocator in self.cache.cache_allocators.values()]
         drafts = self._propose(requests_in_batch, num_q_tokens) if self.drafts is not None else repeat([])
         requests, wanted = [], []
         for future, own in zip(requests_in_batch, drafts):
             state = future.state
-            tables = [allocator.block_table[state.request_id] for allocator in allocators]
-            requests.append(NewTokens(state.tokens_to_process + own, state.position_offset, tables))
+            name, past = state.request_id, state.position_offset
+            dropped = 0 if self._evicting is None else self._evicting.dropped(name)
+            tables = [of_requests[name] for of_requests in tables_of_groups]
+            requests.append(NewTokens(state.tokens_to_process + own, past - dropped, tables, name, dropped))
             wanted.append(future.has_new_token + len(own))
             state.position_offset += future.query_length
             if future.has_new_token:
@@ -149,7 +163,19 @@ class BatchedIOs(ContinuousBatchingIOs):
         return count
 
     def prepare_batch_update(self):
-        """As transformers', with all but the last accepted token of each request appended already."""
+        """As transformers', with all but the last accepted token of each request appended already, and tokens beyond a
+        budget evicted."""
+        if self._evicting is None or self.batch is None:
+            return self._accepted()
+        was_prompt = [not future.state.generated_tokens for future in self.requests_in_batch]
+        result = self._accepted()
+        for future, request, is_prompt in zip(self.requests_in_batch, self.batch[0], was_prompt):
+            seen, before = future.state.position_offset, request.past + request.dropped
+            if request.name in self._evicting.block_table:
+                self._evicting.evict(request.name, seen, seen - before, is_prompt)
+        return result
+
+    def _accepted(self):
         if self.batch is None or not any(own for _, own in self._proposed):
             self._learn([0] * len(self._proposed))
             return super().prepare_batch_update()
@@ -227,4 +253,5 @@ def _group_of(allocator) -> PageGroup:
     else:
         pages, scales = dict(allocator._kv_page_views), {}
     stride = allocator.block_physical_stride // allocator.tokens_per_page
-    return PageGroup(pages, scales, stride, allocator.sliding_window if is_window else 0)
+    window, rings = allocator.sliding_window if is_window else 0, getattr(allocator, "rings", None)
+    return PageGroup(pages, scales, stride, window, rings)

@@ -42,6 +42,7 @@ def of(used_by: str, module: str, *names: str, **releases: str) -> tuple[Inside,
 
 
 _BATCHING, _FORMATS = "integrations/transformers_continuous_batching.py", "integrations/transformers_paged_formats.py"
+_GROUPED, _EVICTING = "integrations/transformers_grouped_pages.py", "integrations/transformers_evicting_pages.py"
 _PAGES, _STEP = "integrations/transformers_quantized_pages.py", "integrations/transformers_batched_step.py"
 _CHECKS, _DRAFTS = "integrations/transformers_request_checks.py", "integrations/transformers_request_drafts.py"
 _MANAGER, _BUDGETS = "integrations/transformers_batching_manager.py", "integrations/transformers_step_budget.py"
@@ -102,6 +103,9 @@ OF_CONTINUOUS_BATCHING: tuple[Inside, ...] = (
     Inside(
         "transformers:GenerationMixin", "integrations/transformers_page_forward.py", reads="_supports_logits_to_keep"
     ),
+    Inside(
+        f"transformers.{_CB}.scheduler:Scheduler._process_candidates", _STEP, reads="read_cache_limit", since="5.19"
+    ),
     *of(_STEP, f"{_CB}.cache_allocators", "SlidingAttentionCacheAllocator", since="5.19"),
     Inside(
         f"transformers.{_CB}.cache_allocators:FullAttentionCacheAllocator.register_cache_tensor",
@@ -114,6 +118,10 @@ OF_CONTINUOUS_BATCHING: tuple[Inside, ...] = (
     ),
     *of(_FORMATS, "configuration_utils", "PreTrainedConfig._attn_implementation"),
     *of(_FORMATS, f"{_CB}.continuous_api", "PagedAttentionCache"),
+    *of(_EVICTING, f"{_CB}.cache_allocators", "FullAttentionCacheAllocator.needs_new_blocks", since="5.19"),
+    *of(_EVICTING, f"{_CB}.cache_allocators", "FullAttentionCacheAllocator.allocate_cache_to_request", since="5.19"),
+    *of(_GROUPED, f"{_CB}.cache_allocators", "CacheAllocator.fork_blocks", since="5.19"),
+    *of(_GROUPED, f"{_CB}.cache_allocators", "CacheAllocator.free_blocks", since="5.19"),
     *of(_PAGES, f"{_CB}.cache", "ATTN_TYPE_TO_ALLOCATOR", since="5.18"),
     *of(_PAGES, f"{_CB}.cache", "FullAttentionCacheAllocator"),
     *of(_PAGES, f"{_CB}.cache_allocators", "CacheAllocator._after_cache_tensor_init", since="5.19"),

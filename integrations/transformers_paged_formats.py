@@ -12,13 +12,16 @@ import torch
 import transformers
 from transformers.generation.continuous_batching import PagedAttentionCache, continuous_api
 
+from hf_efficient.cache import request_eviction, request_rings
+from hf_efficient.integrations.transformers_evicting_pages import POLICY
 from hf_efficient.integrations.transformers_releases import has, needs
 from hf_efficient.kernels.attention import api
 
 
-FORMATS = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+FORMATS = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": 4, "int2": 2}
 CPU_BATCH_TOKENS = 512  # default of `max_batch_tokens` on a CPU: as many as one forward takes
-CODES: ContextVar[torch.dtype | None] = ContextVar("codes of the cache that is being built", default=None)
+# dtype of the codes of the cache that is being built, or their bits
+CODES: ContextVar[torch.dtype | int | None] = ContextVar("codes", default=None)
 
 
 @dataclass
@@ -32,11 +35,16 @@ class ContinuousBatchingConfig(transformers.ContinuousBatchingConfig):
     Args:
         kv_format: how keys and values are stored. "auto": in the model's dtype. "int8", "fp8" (float8_e4m3fn): one byte
             a number and one float16 scale a token and head, (D + 2) / 2D of bfloat16's bytes for head dim D: nearly
-            twice the tokens in the same memory. `num_blocks` counts blocks of this format. int4 and int2 are for
-            `PagedCache` only: they keep the newest tokens of a sequence outside of the pages.
+            twice the tokens in the same memory. "int4", "int2", on a CPU: the pages of `PagedCache(kv_format="int4")`,
+            of 8, 16, 32, 64, 128 or 256 tokens (`page_size`). A request keeps its first page and its newest 128 to 256
+            tokens besides, in the model's dtype, so this pays for long requests. Requests do not share prefixes then,
+            and layers must not have windows. `num_blocks` counts blocks of the format.
         prompt_lookup_num_tokens: drafts of a request at most, that are copied from its own text (`PromptLookup`).
         assistant_model: a smaller model that drafts, with the model's tokenizer and attn_implementation="flash_paged".
             Its `generation_config.num_assistant_tokens` limits the drafts. Its pages take memory besides.
+        eviction: an `EvictionPolicy` by which requests lose tokens, as in `PagedCache(eviction=...)`, on a CPU. Its
+            scorer must look at nothing but stored tokens and keep equally many of each head: `KeyNorm`, `SinkWindow`.
+            Requests do not share prefixes then, layers must not have windows, and an assistant model cannot draft.
         max_ms_between_tokens: milliseconds that a step may take while sequences decode, by measured seconds. Prompts
             come in parts that fit, of at least 16 tokens. On a CPU.
 
@@ -45,7 +53,7 @@ class ContinuousBatchingConfig(transformers.ContinuousBatchingConfig):
 
     Keys and values that are read from the pages are rounded. The new ones of sliding-window layers are not, nor those
     of a forward that reads nothing from the cache (whole prompts, not padded for CUDA graphs). So tokens may depend on
-    how requests are batched, within what the format rounds.
+    how requests are batched, within what the format rounds. int4 and int2 read a prompt in parts of at most 193 tokens.
 
     Raises ValueError for another format, for both drafters, and for a format but "auto" or a drafter with transformers
     before 5.19. For a model without that attention, the manager raises it for a drafter, and building the cache for a
@@ -56,6 +64,7 @@ class ContinuousBatchingConfig(transformers.ContinuousBatchingConfig):
     prompt_lookup_num_tokens: int | None = None
     assistant_model: torch.nn.Module | None = None
     max_ms_between_tokens: float | None = None
+    eviction: request_eviction.EvictionPolicy | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -63,6 +72,9 @@ class ContinuousBatchingConfig(transformers.ContinuousBatchingConfig):
             raise ValueError(f"kv_format={self.kv_format!r}: must be one of {list(FORMATS)}")
         if self.kv_format != "auto":
             needs("5.19", f"kv_format={self.kv_format!r} in continuous batching")
+        if self.eviction is not None:
+            needs("5.19", "eviction in continuous batching")
+            request_eviction.check(self.eviction, self.kv_format)
         self._check_drafter()
         budget = self.max_ms_between_tokens
         if budget is not None:
@@ -78,6 +90,8 @@ class ContinuousBatchingConfig(transformers.ContinuousBatchingConfig):
             raise ValueError(f"assistant_model is a {type(model).__name__}: must be a model of transformers, or None")
         if tokens is not None and model is not None:
             raise ValueError("prompt_lookup_num_tokens and assistant_model are both given: a request has one drafter")
+        if model is not None and self.eviction is not None:
+            raise ValueError("eviction and assistant_model are both given: its pages would lose other tokens")
         if tokens is not None or model is not None:
             needs("5.19", "speculation in continuous batching")
 
@@ -101,12 +115,28 @@ class FormattedCache(PagedAttentionCache):
                 f"kv_format={kv_format!r} needs a model with attn_implementation='flash_paged', and this one has "
                 f"{config._attn_implementation!r}"
             )
+        policy = getattr(continuous_batching_config, "eviction", None)
+        if kv_format in request_rings.FORMATS or policy is not None:
+            given = f"kv_format={kv_format!r}" if policy is None else "eviction"
+            _check_own(config, given, device)
         is_ours = config._attn_implementation in api.ATTENTION_NAMES
         self.waits = is_ours and has("5.24")
-        if is_ours and torch.device(device).type == "cpu" and continuous_batching_config.max_batch_tokens is None:
-            continuous_batching_config.max_batch_tokens = CPU_BATCH_TOKENS
-        with _building(FORMATS[kv_format]):
+        if is_ours and torch.device(device).type == "cpu":
+            _check_no_swap(continuous_batching_config)
+            if continuous_batching_config.max_batch_tokens is None:
+                continuous_batching_config.max_batch_tokens = CPU_BATCH_TOKENS
+        with _building(CODES, FORMATS[kv_format]), _building(POLICY, policy):
             super().__init__(config, continuous_batching_config, device, *args, **kwargs)
+        allocators = [*self.cache_allocators.values()]
+        is_plain = len(allocators) == 1 and policy is None and not hasattr(allocators[0], "sliding_window")
+        self._only = allocators[0] if is_plain else None  # the one allocator, of layers that see and keep all tokens
+
+    def can_store_request_tokens(self, state, request_len: int, *args, **kwargs) -> bool:
+        """As transformers', at once where the blocks that a request has are enough: for all but one step in a page."""
+        if self._only is not None and (table := self._only.block_table.get(state.request_id)) is not None:
+            if state.position_offset + request_len <= len(table) * self._only.tokens_per_page:
+                return True
+        return super().can_store_request_tokens(state, request_len, *args, **kwargs)
 
     @torch.compiler.disable  # as transformers'
     def update(self, key_states, value_states, layer_idx: int, kwargs: dict):
@@ -118,13 +148,32 @@ class FormattedCache(PagedAttentionCache):
         return key_states, value_states
 
 
+def _check_no_swap(continuous_batching_config) -> None:
+    """Raises ValueError for space on the host beside pages that are on the host."""
+    space = getattr(continuous_batching_config, "cpu_offload_space", 0)
+    if space != 0:
+        raise ValueError(
+            f"cpu_offload_space={space}: on a CPU the pages are on the host already; only 0 is allowed, and more pages "
+            "(num_blocks) take what the space would"
+        )
+
+
+def _check_own(config, given: str, device) -> None:
+    """Raises ValueError for what int4 and int2 pages, and eviction, do not have in continuous batching."""
+    given = f"{given} in continuous batching"
+    if config._attn_implementation not in api.ATTENTION_NAMES:
+        raise ValueError(f"{given} needs attn_implementation='flash_paged', not {config._attn_implementation!r}")
+    if torch.device(device).type != "cpu":
+        raise ValueError(f"{given} runs on a CPU, and the model is on {device}")
+
+
 @contextmanager
-def _building(codes: torch.dtype | None):
-    token = CODES.set(codes)
+def _building(variable: ContextVar, value):
+    token = variable.set(value)
     try:
         yield
     finally:
-        CODES.reset(token)
+        variable.reset(token)
 
 
 def register() -> None:

@@ -2,12 +2,17 @@
 
 transformers keeps one tensor of bytes, which the allocators of its registry `ATTN_TYPE_TO_ALLOCATOR` lay out as pages.
 The allocators registered here are its own, except while a cache with a format is built: then a page holds codes and
-their scales. The scheduler, the count of bytes, prefix sharing, forks and offload work on it as on any other.
+their scales, or what `transformers_grouped_pages` says. The scheduler, the count of bytes, prefix sharing, forks and
+offload work on it as on any other.
 """
+
+from collections.abc import Callable
 
 import torch
 from transformers.generation.continuous_batching import cache, cache_allocators
 
+from hf_efficient.integrations.transformers_evicting_pages import POLICY, Evicting, EvictingFullAllocator
+from hf_efficient.integrations.transformers_grouped_pages import GroupedFullAllocator
 from hf_efficient.integrations.transformers_paged_formats import CODES
 from hf_efficient.kernels.attention import api
 
@@ -81,16 +86,37 @@ class QuantizedSlidingAllocator(_QuantizedPages, cache_allocators.SlidingAttenti
         return tuple(results) or new
 
 
-def _choice(plain: type, quantized: type) -> type:
-    """Stands in for the allocator `plain`, and makes `quantized` ones while a cache with a format is built."""
+class EvictingQuantizedAllocator(Evicting, QuantizedFullAllocator):
+    """Codes of 8 bits, of requests that lose tokens."""
+
+
+def _full() -> type:
+    codes = CODES.get()
+    if isinstance(codes, int):
+        return GroupedFullAllocator
+    if POLICY.get() is not None:
+        return EvictingFullAllocator if codes is None else EvictingQuantizedAllocator
+    return cache_allocators.FullAttentionCacheAllocator if codes is None else QuantizedFullAllocator
+
+
+def _sliding() -> type:
+    codes = CODES.get()
+    if isinstance(codes, int) or POLICY.get() is not None:
+        given = f"kv_format='int{codes}'" if isinstance(codes, int) else "eviction"
+        raise ValueError(f"{given} in continuous batching: the model has layers with a sliding window")
+    return cache_allocators.SlidingAttentionCacheAllocator if codes is None else QuantizedSlidingAllocator
+
+
+def _choice(plain: type, chosen: Callable[[], type]) -> type:
+    """Stands in for the allocator `plain`, and makes what the cache that is being built needs."""
 
     class Choice(plain):
         def __new__(cls, *args, **kwargs):
-            return (quantized if CODES.get() else plain)(*args, **kwargs)
+            return chosen()(*args, **kwargs)
 
         @classmethod
         def get_bytes_per_page(cls, *args) -> int:
-            return (quantized if CODES.get() else plain).get_bytes_per_page(*args)
+            return chosen().get_bytes_per_page(*args)
 
     return Choice
 
@@ -99,7 +125,7 @@ def register() -> None:
     """Puts these in the place of transformers' own. Idempotent."""
     if cache.FullAttentionCacheAllocator is not cache_allocators.FullAttentionCacheAllocator:
         return
-    full = _choice(cache_allocators.FullAttentionCacheAllocator, QuantizedFullAllocator)
-    sliding = _choice(cache_allocators.SlidingAttentionCacheAllocator, QuantizedSlidingAllocator)
+    full = _choice(cache_allocators.FullAttentionCacheAllocator, _full)
+    sliding = _choice(cache_allocators.SlidingAttentionCacheAllocator, _sliding)
     cache.ATTN_TYPE_TO_ALLOCATOR.update({full.layer_type: full, sliding.layer_type: sliding})
     cache.FullAttentionCacheAllocator = full  # whose bytes per page count `num_blocks`

@@ -78,7 +78,9 @@ def _capacity(cache) -> int:
     """Tokens of one request that all pages of `cache` can hold."""
 
     def fits(tokens: int) -> bool:
-        blocks = ((a.needs_new_blocks("", 0, tokens), a.blocks_per_sector) for a in cache.cache_allocators.values())
+        allocators = cache.cache_allocators.values()
+        held = [a.most_held(tokens) if hasattr(a, "most_held") else tokens for a in allocators]
+        blocks = ((a.needs_new_blocks("", 0, most), a.blocks_per_sector) for a, most in zip(allocators, held))
         return sum(-(-needed // a_sector) for needed, a_sector in blocks) <= cache.pool.num_sectors
 
     least, beyond = 0, 1

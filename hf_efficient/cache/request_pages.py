@@ -7,10 +7,12 @@ reads, which stay where they lie so that it can be captured, and its attention.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from operator import add
 from typing import NamedTuple
 
 import torch
 
+from hf_efficient.cache.request_rings import RequestRings
 from hf_efficient.kernels.attention import ragged
 
 
@@ -18,11 +20,14 @@ FIRST_TABLE = 16  # blocks of a request that a block table has room for at first
 
 
 class NewTokens(NamedTuple):
-    """New tokens of a request. past: tokens that it has in the pages. tables: its blocks in each group of layers."""
+    """New tokens of a request. past: tokens that it has in the pages. tables: its blocks in each group of layers.
+    name: which request it is, where a group has rings. dropped: tokens that were evicted from the pages."""
 
     tokens: Sequence[int]
     past: int
     tables: list[list[int]]
+    name: str = ""
+    dropped: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,15 +35,22 @@ class PageGroup:
     """Layers whose pages one block table names.
 
     layers: index of a layer -> its pages of keys and of values [pages, page size, Hk, D].
-    scales: index of a layer -> `k_scale` and `v_scale` of `attend_ragged`; {} where pages are not quantized.
+    scales: index of a layer -> `k_scale` and the others of `attend_ragged`; {} where pages are not quantized.
     stride: block b is page b * stride.
     window: 0 where layers see all tokens; else the slots of a request's ring: token t stands where t % window does.
+    rings: of int4 and int2 pages.
     """
 
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]]
     scales: dict[int, dict[str, torch.Tensor]]
     stride: int = 1
     window: int = 0
+    rings: RequestRings | None = None
+
+    def head_shape(self, layer: int) -> tuple[int, int]:
+        """Heads of the keys, and of the values, and their dim."""
+        pages = self.layers[layer][0] if self.rings is None else self.rings.stores[layer].rows["key_ring"]
+        return tuple(pages.shape[2:])
 
     def serves(self, dtype: torch.dtype, query_heads: int) -> bool:
         """Whether the kernels take queries of `dtype` over these pages."""
@@ -57,16 +69,26 @@ class RequestPages:
         tokens, positions: int64 [1, most_tokens].
         width: tokens of the current forward, its padding included.
         version: changes where tensors were replaced, so that captured forwards are not valid any more.
+        most_of_request: tokens of one request that a forward takes.
+        has_windows: whether `takes` may say no.
     """
 
     def __init__(self, groups: list[PageGroup], most_tokens: int):
-        self.groups, self.most_tokens, self.version, self.width = groups, most_tokens, 0, most_tokens
+        self.groups, self.most_tokens, self._replaced, self.width = groups, most_tokens, 0, most_tokens
         self._of_layer = {index: (group, number) for number, group in enumerate(groups) for index in group.layers}
         self.tokens = torch.zeros(1, most_tokens, dtype=torch.int64)
         self.positions = torch.zeros_like(self.tokens)
         self.starts = torch.zeros(most_tokens + 1, dtype=torch.int32)
         self.lengths = torch.zeros(most_tokens, dtype=torch.int32)
+        self.has_windows = any(group.window for group in groups)
+        self._rings = [group.rings for group in groups if group.rings is not None]
+        self.ring_rows = torch.zeros(len(groups), most_tokens, dtype=torch.int32)
+        self.most_of_request = min((rings.most_new for rings in self._rings), default=most_tokens)
         self._make_tables(FIRST_TABLE)
+
+    @property
+    def version(self) -> int:
+        return self._replaced + sum(rings.version for rings in self._rings)
 
     def _make_tables(self, blocks: int) -> None:
         self.tables = [torch.zeros(self.most_tokens, blocks, dtype=torch.int32) for _ in self.groups]
@@ -79,24 +101,32 @@ class RequestPages:
 
     def fill(self, requests: list[NewTokens], width: int) -> None:
         """Sets the tensors for a forward of `width` tokens: those of `requests`, and padding behind them."""
-        longest = max(len(table) for request in requests for table in request.tables)
+        of_requests, pasts, tables, names, dropped = zip(*requests)
+        tables, counts = [*zip(*tables)], [*map(len, of_requests)]
+        longest = max(len(table) for of_group in tables for table in of_group)
         if longest > self.tables[0].shape[1]:
             self._make_tables(1 << (longest - 1).bit_length())
-            self.version += 1
-        ends = list(accumulate(len(request.tokens) for request in requests))
+            self._replaced += 1
+        ends = [*accumulate(counts)]
         count, rows, self.width = ends[-1], len(requests), width
-        positions = chain.from_iterable(range(past, past + len(tokens)) for tokens, past, _ in requests)
-        tokens = chain.from_iterable(request.tokens for request in requests)
+        positions = [*map(add, pasts, dropped)]
+        if count > rows:
+            positions = list(chain.from_iterable(map(range, positions, map(add, positions, counts))))
+        tokens = list(chain.from_iterable(of_requests))
         for tensor, values in ((self.tokens[0], tokens), (self.positions[0], positions)):
             array = tensor.numpy()
-            array[:count], array[count:width] = list(values), 0
+            array[:count], array[count:width] = values, 0
         starts, lengths = self.starts.numpy(), self.lengths.numpy()
         starts[1 : rows + 1], starts[rows + 1 : width + 1] = ends, count
-        lengths[:rows], lengths[rows:width] = [request.past for request in requests], 0
+        lengths[:rows], lengths[rows:width] = pasts, 0
         for number, group in enumerate(self.groups):
-            self._fill_table(number, group.stride, [request.tables[number] for request in requests])
+            self._fill_table(number, group.stride, tables[number])
+            if group.rings is not None:
+                of_rings = [*map(group.rings.row, names)]
+                group.rings.make_ready(of_rings, pasts, counts, tables[number])
+                self.ring_rows[number].numpy()[:rows] = of_rings
 
-    def _fill_table(self, number: int, stride: int, tables: list[list[int]]) -> None:
+    def _fill_table(self, number: int, stride: int, tables: Sequence[list[int]]) -> None:
         """Writes the rows that hold other blocks now."""
         filled, array = self._filled[number], self.tables[number].numpy()
         for row in [row for row, (now, before) in enumerate(zip(tables, filled)) if now != before]:
@@ -111,19 +141,23 @@ class RequestPages:
         """
         group, number = self._of_layer[layer]
         k_pages, v_pages = group.layers[layer]
-        for name, new, pages in (("keys", key, k_pages), ("values", value, v_pages)):
-            if (new.shape[1], new.shape[3]) != tuple(pages.shape[2:]):
+        heads, dim = group.head_shape(layer)
+        for name, new in (("keys", key), ("values", value)):
+            if (new.shape[1], new.shape[3]) != (heads, dim):
                 raise ValueError(
-                    f"transformers' continuous batching stores {pages.shape[2]} heads of dim {pages.shape[3]}, and "
-                    f"layer {layer} has {name} of {new.shape[1]} heads of dim {new.shape[3]}: use generate() for this "
-                    "model"
+                    f"transformers' continuous batching stores {heads} heads of dim {dim}, and layer {layer} has "
+                    f"{name} of {new.shape[1]} heads of dim {new.shape[3]}: use generate() for this model"
                 )
         if not causal:
             raise ValueError(f"layer {layer} attends to later tokens, too, which continuous batching does not have yet")
         query, key, value = (new[0].transpose(0, 1) for new in (query, key, value))
+        table, rings = self.tables[number][: self.width], {}
+        if group.rings is not None:
+            rings = group.rings.of_layer(layer, window_size) | {"ring_rows": self.ring_rows[number, : self.width]}
+            table = table[:, group.rings.first_column :]
         output = ragged.attend_ragged(
-            query, key, value, k_pages, v_pages, self.starts[: self.width + 1], self.lengths[: self.width],
-            self.tables[number][: self.width], wrap=group.window, softmax_scale=softmax_scale, left=window_size[0],
-            softcap=softcap, s_aux=s_aux, **group.scales.get(layer, {}),
+            query, key, value, k_pages, v_pages, self.starts[: self.width + 1], self.lengths[: self.width], table,
+            wrap=group.window, softmax_scale=softmax_scale, left=window_size[0], softcap=softcap, s_aux=s_aux,
+            **group.scales.get(layer, {}), **rings,
         )  # fmt: skip
         return output[None]

@@ -223,9 +223,12 @@ def test_prefixes_are_shared():
 def test_parts_of_a_batch():
     """Forwards of at most 4 tokens; the last token of a prompt asks for logits, wherever it falls."""
     requests = [NewTokens([1], 7, [[0]]), NewTokens([2, 3, 4, 5, 6], 0, [[1]]), NewTokens([7], 3, [[2]])]
-    parts = list(captured_step._parts(requests, [True, True, False], 4))
+    parts = list(captured_step._parts(requests, [True, True, False], 4, 4))
     assert [[(part.tokens, part.past) for part in each] for each, _ in parts] == [
         [([1], 7), ([2, 3, 4], 0)],
         [([5, 6], 3), ([7], 3)],
     ]
     assert [index for _, index in parts] == [[0], [1]]
+    parts = list(captured_step._parts(requests, [True, True, False], 4, 2))  # two tokens of a request at most
+    assert [[len(part.tokens) for part in each] for each, _ in parts] == [[1, 2], [2], [1, 1]]
+    assert [index for _, index in parts] == [[0], [], [0]]

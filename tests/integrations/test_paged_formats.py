@@ -228,8 +228,8 @@ def test_forwards_wait_for_no_device():
 
 
 def test_bad_formats():
-    for kv_format in ("int4", "int2", "bfloat16", None, 8, ["int8"]):
-        with pytest.raises(ValueError, match=r"kv_format=.*one of \['auto', 'int8', 'fp8'\]"):
+    for kv_format in ("int3", "bfloat16", None, 8, ["int8"]):
+        with pytest.raises(ValueError, match=r"kv_format=.*one of \['auto', 'int8', 'fp8', 'int4', 'int2'\]"):
             ContinuousBatchingConfig(kv_format=kv_format)
     model = tiny_model("llama")
     model.set_attn_implementation("sdpa")

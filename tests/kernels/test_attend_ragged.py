@@ -7,7 +7,7 @@ import torch
 from helpers import assert_close
 from test_attention_torch_cpu import BFLOAT16, FLOAT32
 
-from hf_efficient.kernels.attention import ragged
+from hf_efficient.kernels.attention import api, ragged
 from hf_efficient.kernels.replay.recorder import Capture
 
 
@@ -107,6 +107,60 @@ def test_pages_that_do_not_lie_end_to_end(kind, shapes, options):
     for start in (2, codes + scales + 4):
         between[start : start + codes + scales] = False
     assert (pool[:, between] == 77).all()
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_pages_and_rings(bits, dtype):
+    """int4 and int2 pages that stand side by side in one pool, and rings in another order than the sequences: what each
+    sequence gets alone from pages and a ring of its own. A prompt of more than 64 tokens fits its ring."""
+    generator, size, slots, dim = torch.Generator().manual_seed(1), 8, 160, 32
+    new, past, done = [1, 1, 90, 3, 1], [200, 20, 61, 0, 145], [48, 0, 8, 0, 16]
+    q, k, v = (
+        torch.randn(sum(new), heads, dim, generator=generator).to(dtype) for heads in (HEADS * GROUP, HEADS, HEADS)
+    )
+    blocks, packed, groups = 40, dim * bits // 8, 2
+    codes = size * HEADS * packed
+    pool = torch.randint(0, 256, (blocks, 2 * codes + 2 * HEADS * (2 * dim + 2 * size * groups)), generator=generator)
+    pool = pool.to(torch.uint8)
+    shapes = [(1, HEADS, dim)] * 2 + [(size, HEADS, groups)] * 2
+    pages = [pool[:, at : at + codes].view(blocks, size, HEADS, packed) for at in (0, codes)]
+    at, scales = 2 * codes, []
+    for shape in shapes:
+        count = 2 * torch.Size(shape).numel()
+        scales.append(pool[:, at : at + count].view(torch.float16).view(blocks, *shape))
+        scales[-1].copy_(torch.rand(scales[-1].shape, generator=generator) - (0.5 if len(scales) % 2 == 0 else 0))
+        at += count
+    names = "k_scale", "k_min", "v_scale", "v_min"
+    tails = [torch.randn(7, slots, HEADS, dim, generator=generator).to(dtype) for _ in range(2)]
+    rows = torch.tensor([6, 2, 0, 5, 3], dtype=torch.int32)
+    quantized = torch.zeros(7, dtype=torch.int32)
+    quantized[rows.long()] = torch.tensor(done, dtype=torch.int32)
+    table = torch.randperm(blocks, generator=generator)[: len(new) * 6].int().view(len(new), 6)
+    starts = torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32)
+    whole = dict(zip(names, (x.contiguous() for x in scales)))
+    expected = []
+    for i, (first, end) in enumerate(zip(starts.tolist(), starts.tolist()[1:])):
+        ring = [tail[rows[i : i + 1].long()].clone() for tail in tails]
+        for x, own in ((k, ring[0]), (v, ring[1])):
+            own[0, torch.arange(past[i], past[i] + new[i]) % slots] = x[first:end]
+        for part in range(first, end):
+            length = past[i] + part - first + 1
+            expected.append(
+                api.flash_attn_with_kvcache(
+                    q[None, part : part + 1], pages[0].contiguous(), pages[1].contiguous(), None, None,
+                    torch.tensor([length], dtype=torch.int32), table[i : i + 1], k_tail=ring[0], v_tail=ring[1],
+                    quantized_seqlens=torch.tensor([done[i]], dtype=torch.int32), causal=True, **whole,
+                )[0]
+            )  # fmt: skip
+    order = names[0], names[2], names[1], names[3]
+    given = dict(zip(names, scales))
+    assert ragged.serves(dtype, HEADS * GROUP, *pages, **{name: given[name] for name in order})
+    out = ragged.attend_ragged(
+        q, k, v, *pages, starts, torch.tensor(past, dtype=torch.int32), table, **given, k_tail=tails[0],
+        v_tail=tails[1], quantized_seqlens=quantized, ring_rows=rows,
+    )  # fmt: skip
+    assert_close(out, torch.cat(expected), **(FLOAT32 if dtype == torch.float32 else BFLOAT16))
 
 
 def test_a_replay_reads_other_lengths():

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 from transformers.utils import logging
 
 from hf_efficient.cache.request_pages import NewTokens, RequestPages
+from hf_efficient.generation.replay.captured_forward import is_being_watched
 from hf_efficient.kernels.replay.recorder import Capture, NotReplayable
 
 
@@ -60,14 +61,14 @@ class CapturedStep:
         next call overwrites.
         """
         self.is_steady = True
-        ends = list(accumulate(len(request.tokens) for request in requests))
-        if ends[-1] <= self.pages.most_tokens:
-            return self._run(requests, [at for end, rows in zip(ends, wanted) for at in range(end - rows, end)])
-        parts = _parts(requests, wanted, self.pages.most_tokens)
+        counts = [len(request.tokens) for request in requests]
+        if sum(counts) <= self.pages.most_tokens and max(counts) <= self.pages.most_of_request:
+            return self._run(requests, _wanted(counts, wanted))
+        parts = _parts(requests, wanted, self.pages.most_tokens, self.pages.most_of_request)
         results = [[tensor.clone() for tensor in self._run(*part)] for part in parts]
         return tuple(torch.cat(tensors) for tensors in zip(*results))
 
-    def _run(self, requests: list[NewTokens], index: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, requests: list[NewTokens], index: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         count = sum(len(request.tokens) for request in requests)
         width = next(width for width in WIDTHS if width >= count)
         rows = min(width, next(rows for rows in LOGITS if rows >= len(index)))
@@ -77,7 +78,7 @@ class CapturedStep:
         return logits[: len(index)], best[: len(index)]
 
     def _forward(self, width: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_capturable:
+        if not self.is_capturable or is_being_watched():
             return self._compute(width, rows, False)
         kind = width, rows
         captured = self._captures.pop(kind, None)
@@ -109,6 +110,13 @@ class CapturedStep:
             del self._captures[next(iter(self._captures))]
 
 
+def _wanted(counts: list[int], wanted: list[int]) -> Sequence[int]:
+    """The numbers of the last `wanted` tokens of each request."""
+    if len(counts) == sum(counts) == sum(wanted) and max(wanted) == 1:
+        return range(len(counts))
+    return [at for end, rows in zip(accumulate(counts), wanted) for at in range(end - rows, end)]
+
+
 def padded(tokens: int) -> int:
     """How many tokens the forwards of `tokens` tokens compute."""
     most = WIDTHS[-1]
@@ -116,19 +124,21 @@ def padded(tokens: int) -> int:
     return whole + (left and WIDTHS[bisect_left(WIDTHS, left)])
 
 
-def _parts(requests: list[NewTokens], wanted: list[int], most: int) -> Iterator[tuple[list[NewTokens], list[int]]]:
+def _parts(
+    requests: list[NewTokens], wanted: list[int], most: int, most_of_request: int
+) -> Iterator[tuple[list[NewTokens], list[int]]]:
     """Cuts the requests into forwards of at most `most` tokens, each with the numbers of the tokens whose logits are
     wanted. A prompt may be cut: its later tokens see the earlier ones in the pages."""
     part, index, count = [], [], 0
     for request, rows in zip(requests, wanted):
         first = 0
         while first < len(request.tokens):
-            taken = request.tokens[first : first + most - count]
-            part.append(NewTokens(taken, request.past + first, request.tables))
+            taken = request.tokens[first : first + min(most - count, most_of_request)]
+            part.append(request._replace(tokens=taken, past=request.past + first))
             first, count = first + len(taken), count + len(taken)
             rows_here = min(len(taken), max(0, rows - (len(request.tokens) - first)))
             index += range(count - rows_here, count)
-            if count == most:
+            if count == most or first < len(request.tokens):
                 yield part, index
                 part, index, count = [], [], 0
     if part:

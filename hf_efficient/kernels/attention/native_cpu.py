@@ -38,10 +38,10 @@ class _AttentionCall(ctypes.Structure):
         ("lse_head_stride", _INT), ("k_cache", _Pages), ("v_cache", _Pages), ("num_blocks", _INT),
         ("block_size", _INT), ("wrap", _INT), ("block_table", _POINTER), ("table_width", _INT), ("table_stride", _INT),
         ("cache_seqlens", _POINTER), ("appended", _INT), ("k", _POINTER), ("v", _POINTER), ("token_group", _INT),
-        ("k_tail", _Pages), ("v_tail", _Pages), ("ring_size", _INT), ("quantized_seqlens", _POINTER), ("left", _INT),
-        ("right", _INT), ("tree_mask", _POINTER), ("alibi_slopes", _POINTER), ("slopes_stride", _INT),
-        ("distance_bias", _POINTER), ("distances", _INT), ("s_aux", _POINTER), ("softmax_scale", ctypes.c_double),
-        ("softcap", ctypes.c_double),
+        ("k_tail", _Pages), ("v_tail", _Pages), ("ring_size", _INT), ("quantized_seqlens", _POINTER),
+        ("ring_rows", _POINTER), ("left", _INT), ("right", _INT), ("tree_mask", _POINTER), ("alibi_slopes", _POINTER),
+        ("slopes_stride", _INT), ("distance_bias", _POINTER), ("distances", _INT), ("s_aux", _POINTER),
+        ("softmax_scale", ctypes.c_double), ("softcap", ctypes.c_double),
     ]  # fmt: skip
 
 
@@ -104,9 +104,9 @@ def serves(q, k_cache, v_cache, k_scale=None, v_scale=None, k_min=None, v_min=No
 
 
 def _are_apart(pages: list[torch.Tensor], scales: list[torch.Tensor]) -> bool:
-    """Whether pages of 8 bits and their scales are contiguous in themselves, and stand at one distance each."""
+    """Whether quantized pages and their scales are contiguous in themselves, and stand at one distance each."""
     whole = all(x[0].is_contiguous() for x in pages + scales if len(x))
-    return whole and len(scales) == 2 and all(x.stride(0) == y.stride(0) for x, y in (pages, scales))
+    return whole and len(scales) > 0 and all(len({x.stride(0) for x in alike}) == 1 for alike in (pages, scales))
 
 
 def _distance(x: torch.Tensor | None) -> int:

@@ -14,15 +14,17 @@ from hf_efficient.kernels.replay import instructions
 from hf_efficient.kernels.replay.registry import replays
 
 
-def serves(dtype: torch.dtype, query_heads: int, k_cache, v_cache, k_scale=None, v_scale=None) -> bool:
-    """Whether `attend_ragged` takes queries of `dtype` over these pages."""
-    q = k_cache.new_empty(1, 1, query_heads, k_cache.shape[-1], dtype=dtype)
-    return native_cpu.serves(q, k_cache, v_cache, k_scale, v_scale)
+def serves(dtype: torch.dtype, query_heads: int, k_cache, v_cache, k_scale=None, v_scale=None, **minima) -> bool:
+    """Whether `attend_ragged` takes queries of `dtype` over these pages. minima: k_min and v_min."""
+    dim = (k_scale if minima else k_cache).shape[-1]
+    q = k_cache.new_empty(1, 1, query_heads, dim, dtype=dtype)
+    return native_cpu.serves(q, k_cache, v_cache, k_scale, v_scale, **minima)
 
 
 def attend_ragged(
     q, k, v, k_cache, v_cache, query_starts, cache_seqlens, block_table, *, wrap=0, softmax_scale=None, left=-1,
-    softcap=0.0, s_aux=None, k_scale=None, v_scale=None,
+    softcap=0.0, s_aux=None, k_scale=None, v_scale=None, k_min=None, v_min=None, k_tail=None, v_tail=None,
+    quantized_seqlens=None, ring_rows=None,
 ):  # fmt: skip
     """Appends new tokens to the sequences' pages, then attends with all of them, causally. Has no backward.
 
@@ -30,7 +32,8 @@ def attend_ragged(
         q: [T, Hq, D], the sequences end to end; tokens behind the last sequence are padding.
         k, v: [T, Hk, D], [T, Hk, Dv].
         k_cache, v_cache: pages [blocks, block_size, Hk, D], in q's dtype, or int8 and float8_e4m3fn codes with k_scale
-            and v_scale, float16 [blocks, block_size, Hk]. They must be what `serves` says.
+            and v_scale, float16 [blocks, block_size, Hk]. They must be what `serves` says. int4 and int2
+            pages are those of `flash_paged.kv_formats`, with k_min and v_min, and the last arguments.
         query_starts: int32 [B + 1]. Sequence b has tokens query_starts[b] to query_starts[b + 1]; it may have none.
         cache_seqlens: int32 [B], tokens of each sequence before the new ones.
         block_table: int32 [B, W].
@@ -38,36 +41,44 @@ def attend_ragged(
             `wrap` takes one new token at a time, and `left` must be less than it.
         left: how many tokens before its own a query sees, -1 for all.
         s_aux: [Hq], sink logits.
+        k_tail, v_tail, quantized_seqlens, ring_rows: of int4 and int2 pages. Rings [R, slots, Hk, D] in q's dtype; of
+            each ring int32 [R] how many tokens of its sequence are in pages, the others are in slot t % slots; int32
+            [B], the ring of each sequence.
 
     Returns:
         [T, Hq, Dv], zeros for padding.
 
     Raises:
-        RuntimeError: a sequence does not fit its block table or `wrap`, or the kernels do not take such tensors;
-            nothing is written.
+        RuntimeError: a sequence does not fit its block table, its ring or `wrap`, or the kernels do not take such
+            tensors; nothing is written.
     """
     return torch.ops.hf_efficient.attend_ragged(
         q, k, v, k_cache, v_cache, k_scale, v_scale, query_starts, cache_seqlens, block_table, wrap, softmax_scale,
-        left, softcap, s_aux,
+        left, softcap, s_aux, k_min, v_min, k_tail, v_tail, quantized_seqlens, ring_rows,
     )  # fmt: skip
 
 
 def _describe(
-    out, q, k, v, k_cache, v_cache, k_scale, v_scale, starts, seqlens, table, wrap, scale, left, softcap, s_aux
-):
+    out, q, k, v, k_cache, v_cache, k_scale, v_scale, starts, seqlens, table, wrap, scale, left, softcap, s_aux, k_min,
+    v_min, k_tail, v_tail, quantized, rows,
+):  # fmt: skip
     """(the `_RaggedCall`, what must live as long as it), or None where arguments do not belong together. q, k and v are
     contiguous."""
     tokens = len(q)
-    integers = starts, seqlens, table
+    integers = [x for x in (starts, seqlens, table, quantized, rows) if x is not None]
     if any(x.dtype is not torch.int32 or x.stride(-1) != 1 for x in integers) or len(starts) != len(table) + 1:
         return None
     if not (len(k) == len(v) == tokens and len(seqlens) == len(table)):
         return None
+    if (k_tail is None) != (rows is None) or (rows is not None and len(rows) != len(table)):
+        return None
     # as a batch of one sequence, whose sizes hf_attend_ragged replaces for each stretch of sequences
     call = AttentionCall(
         q[None], k_cache, v_cache, k[None], v[None], None, table[:1], scale, True, left, 0, softcap, None, s_aux, False,
-        k_scale=k_scale, v_scale=v_scale,
+        k_scale=k_scale, v_scale=v_scale, k_min=k_min, v_min=v_min,
     )  # fmt: skip
+    if k_tail is not None:
+        call.k_tail, call.v_tail, call.quantized_seqlens = k_tail[:1], v_tail[:1], quantized[:1]
     call.cache_seqlens = seqlens[:1]
     native, alive = native_cpu.describe(call, out, q.new_empty(0, dtype=torch.float32))
     if native is None:
@@ -78,7 +89,10 @@ def _describe(
         table.stride(0),
         seqlens.data_ptr(),
     )
-    return native_cpu._RaggedCall(native, starts.data_ptr(), tokens), (alive, starts, seqlens, table)
+    if rows is not None:
+        native.ring_rows = rows.data_ptr()
+    alive = alive, starts, seqlens, table, k_tail, v_tail, quantized, rows
+    return native_cpu._RaggedCall(native, starts.data_ptr(), tokens), alive
 
 
 def _cpu(q, k, v, *args):
@@ -114,7 +128,8 @@ _LIBRARY = torch.library.Library("hf_efficient", "FRAGMENT")
 _LIBRARY.define(
     "attend_ragged(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, "
     "Tensor(d!)? v_scale, Tensor query_starts, Tensor cache_seqlens, Tensor block_table, int wrap, "
-    "float? softmax_scale, int left, float softcap, Tensor? s_aux) -> Tensor",
+    "float? softmax_scale, int left, float softcap, Tensor? s_aux, Tensor? k_min, Tensor? v_min, Tensor(e!)? k_tail, "
+    "Tensor(f!)? v_tail, Tensor? quantized_seqlens, Tensor? ring_rows) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _LIBRARY.impl("attend_ragged", _cpu, "CPU")

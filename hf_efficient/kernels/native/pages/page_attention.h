@@ -159,8 +159,8 @@ static SHARED void add_values(const Tile &tile, Scales scales, float middle, con
         const bool is_new = block.group != group;
         group = block.group;
         if (scales == PER_GROUP && is_new) {
-            tile.scales(values.scale + group, values.groups, value_scales);
-            tile.scales(values.minimum + group, values.groups, value_middles);
+            tile.scales(values.scale + group, value_scales);
+            tile.scales(values.minimum + group, value_middles);
             for (int64_t b = 0; b < tile.blocks; b++) value_middles[b] += middle * value_scales[b];
         }
         for (int64_t m = 0; m < rows; m++) {
@@ -235,7 +235,9 @@ static void attend_span(const Span &span, int64_t first_head, int64_t heads, Pre
                     last = std::min(last, block + ceil_div(call.token_group - token % call.token_group, LANES));
                     const int64_t slot = source.slot(token);
                     if (slot < 0) continue;
-                    const int64_t group = (slot / call.token_group * call.heads + head) * keys.dim;
+                    const int64_t shared = call.heads * keys.dim;
+                    const int64_t group =
+                        keys.token_scale(slot, call.block_size, shared, call.token_group) + head * keys.dim;
                     queries.scale(query_terms, keys.scale + group, keys.minimum + group, F::MIDDLE, scaled, offsets);
                     query_terms = scaled;
                 }
@@ -249,8 +251,8 @@ static void attend_span(const Span &span, int64_t first_head, int64_t heads, Pre
             }
             Floats key_scales[TILE_BLOCKS], value_scales[TILE_BLOCKS];
             if constexpr (F::SCALES == PER_TOKEN) {
-                tile.scales(keys.scale, 1, key_scales);
-                tile.scales(values.scale, 1, value_scales);
+                tile.scales(keys.scale, key_scales);
+                tile.scales(values.scale, value_scales);
             }
             ahead.some(share);
             load_values<A>(tile, value_format, values, channels, value_tile);

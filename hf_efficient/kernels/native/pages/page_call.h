@@ -4,8 +4,8 @@
 #include "vectors.h"
 
 // The keys or the values of a cache, or of its rings: data [tokens, heads, dim] of one format, a token being a slot of
-// a page (block * block_size + offset) or of a ring (sequence * ring + slot). The pages of blocks lie end to end, or
-// those of 8 bits at distances of their own.
+// a page (block * block_size + offset) or of a ring (row * ring_size + slot). The pages of blocks lie end to end, or
+// those that are quantized at distances of their own.
 struct Pages {
     const void *data;
     const uint16_t *scale, *minimum;  // float16: kv_formats.py says of which shapes
@@ -18,10 +18,10 @@ struct Pages {
         if (!block_bytes) return (const uint8_t *)data + slot * token_bytes;
         return (const uint8_t *)data + slot / block_size * block_bytes + slot % block_size * token_bytes;
     }
-    // the first scale of a token's heads
-    int64_t token_scale(int64_t slot, int64_t block_size, int64_t heads) const {
-        if (!block_scales) return slot * heads;
-        return slot / block_size * block_scales + slot % block_size * heads;
+    // the first of `count` scales of a token, or of `tokens` tokens that share them
+    int64_t token_scale(int64_t slot, int64_t block_size, int64_t count, int64_t tokens = 1) const {
+        if (!block_scales) return slot / tokens * count;
+        return slot / block_size * block_scales + slot % block_size / tokens * count;
     }
 };
 
@@ -47,7 +47,8 @@ struct AttentionCall {
 
     Pages k_tail, v_tail;  // rings, of the queries' type; null without
     int64_t ring_size;     // slots of a ring
-    const int32_t *quantized_seqlens;  // tokens of a sequence in pages, the others are in the ring
+    const int32_t *quantized_seqlens;  // tokens of a ring's sequence in pages, the others are in the ring
+    const int32_t *ring_rows;          // [batch], the ring of a sequence; null: that of its number
 
     int64_t left, right;        // the window; -1: no limit
     const int64_t *tree_mask;   // [batch, width] bits of a token tree, or null
@@ -61,12 +62,13 @@ struct AttentionCall {
     int64_t group() const { return query_heads / heads; }
     // rows of queries that share a key head: head of the group, query
     int64_t height() const { return group() * width; }
+    int64_t ring(int64_t sequence) const { return ring_rows ? ring_rows[sequence] : sequence; }
     int64_t length(int64_t sequence) const {
         return cache_seqlens[sequence] < 0 ? 0 : cache_seqlens[sequence] + appended;
     }
     int64_t in_pages(int64_t sequence) const {
         const int64_t all = length(sequence);
-        return ring_size && all ? quantized_seqlens[sequence] : all;
+        return ring_size && all ? quantized_seqlens[ring(sequence)] : all;
     }
 };
 
@@ -80,7 +82,7 @@ struct Source {
     const Pages &values() const { return in_ring ? call.v_tail : call.v_cache; }
 
     int64_t slot(int64_t token) const {  // -1: nowhere
-        if (in_ring) return sequence * call.ring_size + token % call.ring_size;
+        if (in_ring) return call.ring(sequence) * call.ring_size + token % call.ring_size;
         if (call.wrap) token %= call.wrap;
         const int64_t block = call.block_table[sequence * call.table_stride + token / call.block_size];
         return block < 0 ? -1 : block * call.block_size + token % call.block_size;

@@ -19,7 +19,7 @@ alignas(64) static const uint8_t NOTHING[4 * 256] = {};  // keys and values of a
 struct Tile {
     int64_t count, blocks;                                       // tokens, times 16
     uint64_t present = 0;                                        // a bit for each token that is there
-    int64_t index[TILE_TOKENS];                                  // number of the head's scale, 0 for others
+    int64_t index[TILE_TOKENS];                                  // of the head's first scale, 0 for others
     const uint8_t *key[TILE_TOKENS], *value[TILE_TOKENS];
 
     // key_bytes, value_bytes: of a token and head
@@ -36,10 +36,11 @@ struct Tile {
                 continue;
             }
             present |= bits_below(end) & ~bits_below(i);
-            int64_t at = source.keys().token_scale(slot, size, heads) + head;
+            const int64_t scales = source.values().groups;  // of a token and head
+            int64_t at = source.values().token_scale(slot, size, heads * scales) + head * scales;
             const uint8_t *key_at = source.keys().token(slot, size, heads * key_bytes) + head * key_bytes;
             const uint8_t *value_at = source.values().token(slot, size, heads * value_bytes) + head * value_bytes;
-            for (; i < end; i++, at += heads, key_at += heads * key_bytes, value_at += heads * value_bytes)
+            for (; i < end; i++, at += heads * scales, key_at += heads * key_bytes, value_at += heads * value_bytes)
                 index[i] = at, key[i] = key_at, value[i] = value_at;
         }
         for (int64_t i = count; i < blocks * LANES; i++) skip(i);
@@ -49,10 +50,10 @@ struct Tile {
         for (uint64_t unseen = present & ~seen; unseen; unseen &= unseen - 1) skip(__builtin_ctzll(unseen));
         present &= seen;
     }
-    // A scale for each token, float16 at scale[index * stride]; 0 where there is none.
-    INLINE void scales(const uint16_t *scale, int64_t stride, Floats *out) const {
+    // A scale for each token, float16 at scale[index]; 0 where there is none.
+    INLINE void scales(const uint16_t *scale, Floats *out) const {
         alignas(64) uint16_t halves[TILE_TOKENS];
-        for (int64_t i = 0; i < blocks * LANES; i++) halves[i] = scale[index[i] * stride];
+        for (int64_t i = 0; i < blocks * LANES; i++) halves[i] = scale[index[i]];
         for (int64_t b = 0; b < blocks; b++)
             out[b] = blend(present >> (b * LANES), from_float16(((const Halves *)halves)[b]), Floats{});
     }

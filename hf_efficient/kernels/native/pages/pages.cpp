@@ -15,8 +15,8 @@ EXPORT_LAYOUTS(LAYOUT(Pages, data, scale, minimum, dim, groups, block_bytes, blo
                LAYOUT(AttentionCall, batch, width, query_heads, heads, query_type, page_type, q, out, lse, lse_stride,
                       lse_head_stride, k_cache, v_cache, num_blocks, block_size, wrap, block_table, table_width,
                       table_stride, cache_seqlens, appended, k, v, token_group, k_tail, v_tail, ring_size,
-                      quantized_seqlens, left, right, tree_mask, alibi_slopes, slopes_stride, distance_bias,
-                      distances, s_aux, softmax_scale, softcap)
+                      quantized_seqlens, ring_rows, left, right, tree_mask, alibi_slopes, slopes_stride,
+                      distance_bias, distances, s_aux, softmax_scale, softcap)
                LAYOUT(RaggedCall, call, query_starts, tokens))
 
 constexpr int64_t SPAN = 256;           // tokens of a span at most
@@ -253,6 +253,8 @@ static void attend_part(const AttentionCall &call, int64_t sequence, int64_t fir
     part.batch = lengths.size(), part.width = width, part.appended = 0, part.cache_seqlens = lengths.data();
     part.q = (const char *)call.q + at * call.k_cache.dim, part.out = (char *)call.out + at * call.v_cache.dim;
     part.block_table += sequence * call.table_stride, part.table_stride = 0;
+    const std::vector<int32_t> rings(part.batch, call.ring(sequence));
+    part.ring_rows = rings.data();
     if (call.lse) part.lse += sequence * call.lse_stride + first, part.lse_stride = width;
     if (call.alibi_slopes) part.alibi_slopes += sequence * call.slopes_stride, part.slopes_stride = 0;
     attend_queries(part);
@@ -292,6 +294,7 @@ template <class F> static bool for_equal_widths(const RaggedCall &ragged, F body
         part.out = (char *)all.out + at * all.query_heads * value_dim;
         part.k = (const char *)all.k + at * all.heads * dim, part.v = (const char *)all.v + at * all.heads * value_dim;
         part.block_table += first * all.table_stride, part.cache_seqlens += first;
+        if (part.ring_rows) part.ring_rows += first;
         if (!body(part)) return false;
     }
     return true;
