@@ -24,6 +24,15 @@ CPU_BATCH_TOKENS = 512  # default of `max_batch_tokens` on a CPU: as many as one
 CODES: ContextVar[torch.dtype | int | None] = ContextVar("codes", default=None)
 
 
+_default = "auto"  # format of a cache whose config is transformers' own
+
+
+def use_by_default(kv_format: str) -> None:
+    """Gives caches of transformers' own `ContinuousBatchingConfig`, as its server makes it, this format from now on."""
+    global _default
+    _default = kv_format
+
+
 @dataclass
 class ContinuousBatchingConfig(transformers.ContinuousBatchingConfig):
     """transformers' `ContinuousBatchingConfig` with more arguments, for `generate_batch`, `init_continuous_batching`
@@ -109,7 +118,7 @@ class FormattedCache(PagedAttentionCache):
     seconds, and gain nothing."""
 
     def __init__(self, config, continuous_batching_config, device, *args, **kwargs):
-        kv_format = getattr(continuous_batching_config, "kv_format", "auto")
+        kv_format = getattr(continuous_batching_config, "kv_format", _default)
         if kv_format != "auto" and config._attn_implementation not in api.ATTENTION_NAMES:
             raise ValueError(
                 f"kv_format={kv_format!r} needs a model with attn_implementation='flash_paged', and this one has "

@@ -19,6 +19,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--context", type=int, default=2048, help="tokens of each, prompt and answer together (default 2048)"
     )
+    command.add_argument(
+        "--kv-format",
+        choices=("auto", "int8", "fp8", "int4", "int2"),
+        default="auto",
+        help="how keys and values are stored; int4 and int2 on a CPU (default auto: in the model's dtype)",
+    )
 
 
 def run(options: argparse.Namespace) -> Callable[[], int | None]:
@@ -26,7 +32,7 @@ def run(options: argparse.Namespace) -> Callable[[], int | None]:
 
     Raises:
         ValueError: for a model that does not fit into memory, with the plan; for arguments that are not allowed; with
-            transformers 5.16.
+            transformers 5.16, and with a `--kv-format` before 5.19.
         ImportError: without what `transformers serve` needs.
     """
     import hf_efficient
@@ -40,10 +46,12 @@ def run(options: argparse.Namespace) -> Callable[[], int | None]:
     if not 0 < options.port < 1 << 16:
         raise ValueError(f"--port {options.port}: must be 1 to 65535")
     _check_installed()
+    _use_format(options.kv_format)
     blocks = options.sequences * -(-options.context // PAGE)
     plan = hf_efficient.estimate(
-        options.model, batch_size=options.sequences, prompt_tokens=max(1, options.context - 1), new_tokens=1
-    )
+        options.model, batch_size=options.sequences, prompt_tokens=max(1, options.context - 1), new_tokens=1,
+        kv_format=options.kv_format,
+    )  # fmt: skip
     cache = None if plan.kv_token_bytes is None else int(plan.kv_token_bytes * blocks * PAGE)
     print(_checked_plan(options, plan.weight_bytes, cache), flush=True)
     words = ["transformers", "serve", options.model, "--host", options.host, "--port", str(options.port)]
@@ -60,6 +68,19 @@ def _check_installed() -> None:
     needs("5.17", "serve")  # whose server takes the attention of others
     if not is_serve_available():
         raise ImportError("serve needs what `transformers serve` does: pip install 'transformers[serving]'")
+
+
+def _use_format(kv_format: str) -> None:
+    import torch
+
+    from hf_efficient.integrations import transformers_paged_formats
+    from hf_efficient.integrations.transformers_releases import needs
+
+    if kv_format != "auto":
+        needs("5.19", f"--kv-format {kv_format}")
+    if kv_format in ("int4", "int2") and torch.cuda.is_available():
+        raise ValueError(f"--kv-format {kv_format}: continuous batching has it on a CPU; use int8 or fp8 on a GPU")
+    transformers_paged_formats.use_by_default(kv_format)
 
 
 def _checked_plan(options: argparse.Namespace, weights: int, cache: int | None) -> str:

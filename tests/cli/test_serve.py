@@ -1,11 +1,16 @@
 """`hf-efficient serve`: what it hands to transformers, and what it refuses before anything is loaded."""
 
+import re
+
 import pytest
-from helpers import save_tiny
+import torch
+from helpers import needs_transformers, save_tiny
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import import_utils
 
 from hf_efficient.cli import exec as program
 from hf_efficient.cli import main
+from hf_efficient.integrations import transformers_paged_formats
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +40,25 @@ def test_the_server_is_started_with_its_plan(folder, started, capsys):
     assert words[:3] == ["transformers", "serve", str(folder)] and "--continuous-batching" in words
     assert words[words.index("--cb-num-blocks") + 1] == "6"  # two blocks of 256 tokens each
     assert words[words.index("--port") + 1] == "8123"
+
+
+@needs_transformers("5.19", "quantized pages in continuous batching")
+def test_the_format_of_pages(folder, started, capsys):
+    """It reaches the cache of a config of transformers' own, as the server's is."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="flash_paged")
+    try:
+        assert main(["serve", str(folder), "--kv-format", "int8", "--sequences", "4096"]) == 0
+        manager = model.init_continuous_batching(
+            GenerationConfig(eos_token_id=2), ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=16)
+        )
+        (allocator,) = manager._create_batch_processor().cache.cache_allocators.values()
+        assert allocator.get_cache_for_block_table(0)[0].dtype == torch.int8
+    finally:
+        transformers_paged_formats.use_by_default("auto")
+    quantized = capsys.readouterr().out
+    assert main(["serve", str(folder), "--sequences", "4096"]) == 0
+    pages = [float(re.search(r"2048 tokens ([\d.]+) GB", text)[1]) for text in (quantized, capsys.readouterr().out)]
+    assert pages[0] < 0.6 * pages[1]
 
 
 def test_what_does_not_fit_is_refused_with_the_plan(folder, started, capsys, monkeypatch):
