@@ -89,6 +89,11 @@ def rows() -> dict[str, dict | None]:
         trellis = weight_only(bits, -1, codebook="trellis", method="gptq")
         table[f"trellis {bits:g} bits gptq"] = trellis
         table[f"trellis {bits:g} bits gptq refine"] = {**trellis, "refine": True}
+        table[f"trellis {bits:g} bits yaqa"] = {**trellis, "method": "yaqa"}
+        table[f"trellis {bits:g} bits yaqa refine"] = {**trellis, "method": "yaqa", "refine": True}
+    for bits in (4, 3, 2):
+        yaqa = weight_only(bits, 64, method="yaqa")
+        table |= {f"int{bits} g64 yaqa": yaqa, f"int{bits} g64 yaqa refine": {**yaqa, "refine": True}}
     for method in ("billm", "db_llm"):
         binary = weight_only(2, "auto", method=method)
         table |= {method: binary, f"{method} refine": {**binary, "refine": True}}

@@ -65,7 +65,10 @@ class WeightOnlyConfig(CompressionConfig):
             "db_llm" (https://arxiv.org/abs/2402.11960; bits=2) and "pb_llm" (https://arxiv.org/abs/2310.00034; bits=1
             for most weights, 8 for the salient tenth) store few magnitudes in formats of their own, and run as 8 bits
             do. "slim_llm" (https://arxiv.org/abs/2405.14917; bits=2 or 3) is "gptq" with a bit more for the groups of
-            columns that matter most and one less for as many others. "auto" is what `quality` says.
+            columns that matter most and one less for as many others. "yaqa" (https://arxiv.org/abs/2505.22988; grids
+            and trellises) rounds for the divergence of the whole model instead of each layer's output error; it needs
+            a causal language model, a backward pass, and 4 bytes of memory for the square of each layer's outputs.
+            "auto" is what `quality` says.
         quality ("fast", "balanced", "best" or None; default None): how long making the model may take, where `method`
             is left out. "fast" takes seconds and no text: "mse" with inputs from random tokens, "rtn" with 8 bits.
             Where such a model cannot be run while loading (several devices, tensor parallelism, no token ids as
@@ -196,8 +199,10 @@ class WeightOnlyConfig(CompressionConfig):
             check(scheme["scale_dtype"] is None, "scale_dtype", scheme["scale_dtype"], "None for codebook='trellis'")
         if codebook == "kmeans":
             check(bits != 8, "bits", bits, "2, 3 or 4 for codebook='kmeans'")
-        is_served = {"rtn": True, "gptq": True, "kmeans": codebook == "kmeans"}.get(method, codebook is None)
-        check(is_served, "method", method, f"one that serves codebook={codebook!r}: rtn or gptq")
+        served = {"rtn": True, "gptq": True, "kmeans": codebook == "kmeans", "yaqa": codebook in (None, "trellis")}
+        others = "rtn, gptq or yaqa" if codebook == "trellis" else "rtn or gptq"
+        is_served = served.get(method, codebook is None)
+        check(is_served, "method", method, f"one that serves codebook={codebook!r}: {others}")
         if method == "hqq":
             check(not scheme["symmetric"], "symmetric", True, "False for method='hqq', which chooses zero points")
         check_choices(scheme, zero_point=ZERO_POINTS, scale_dtype=(*SCALE_DTYPES, None))
