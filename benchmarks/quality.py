@@ -101,6 +101,9 @@ def rows() -> dict[str, dict | None]:
         slim = weight_only(bits, 64, method="slim_llm")
         table |= {f"slim_llm {bits} bits g64": slim, f"slim_llm {bits} bits g64 refine": {**slim, "refine": True}}
     table["pb_llm"] = weight_only(1, "auto", method="pb_llm")
+    for bits in (4, 6):
+        rounded = weight_only(4, 64, method="gptq", activation_bits=bits)
+        table |= {f"w4a{bits} g64 gptq": rounded, f"w4a{bits} g64 gptq refine": {**rounded, "refine": True}}
     for method in ("absmax", "zeropoint", "smoothquant", "llm_int8"):
         table[f"w8a8 int8 {method}"] = w8a8(method=method)
     rotated = {"o_proj": {"rotate": True}, "down_proj": {"rotate": True}}

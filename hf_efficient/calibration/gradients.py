@@ -75,7 +75,9 @@ def gradients(
     for name, own in found.items():
         if own.token_weights is not None:
             if [len(window) for window in squares[name]] != [tokens.shape[1]] * len(tokens):
-                raise ValueError(f"{name} is not called once for each token of a window, as gradients of tokens need it")
+                raise ValueError(
+                    f"{name} is not called once for each token of a window, as gradients of tokens need it"
+                )
             weights = torch.stack(squares[name])
             own.token_weights = weights / weights.mean().clamp_min(torch.finfo(weights.dtype).tiny)
         check_finite(name, *(getattr(own, field) for field in asked[name]))

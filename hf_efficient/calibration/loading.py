@@ -9,11 +9,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_efficient.calibration import own_text
-from hf_efficient.calibration.blocks import weight_of
+from hf_efficient.calibration.asked_gradients import asked_gradients, check_memory
 from hf_efficient.calibration.data import load_tokens
 from hf_efficient.calibration.steps import refinement, transforms
 from hf_efficient.configs.calibration import CalibrationConfig
-from hf_efficient.evaluation.devices import free_memory
 from hf_efficient.integrations.transformers_compat import block_classes
 
 
@@ -59,7 +58,7 @@ def prepare(config, schemes: dict, device_map, model) -> None:
             raise ValueError(f"{argument} needs text: give calibration texts, a dataset or tokens instead of inputs")
     if isinstance(device_map, dict):
         _check_one_device(device_map)
-    _check_memory(model, schemes, device_map)
+    check_memory(model, schemes, device_map)
     if config.calibration.source in ("texts", "dataset"):
         with torch.device("cpu"):  # transformers calls this where new tensors are meta tensors
             config.calibration.tokens = load_tokens(config.calibration, _tokenizer(model.name_or_path))
@@ -163,45 +162,14 @@ def _with_sparsities(model, schemes: dict, tokens) -> dict:
 
 
 def _gradients(model, schemes: dict, calibration) -> dict:
-    """Module name -> the `LinearGradients` that its method asks for. Those of the divergence are of the windows that
-    statistics are taken on; the tokens of others have the weight 0."""
+    """Module name -> the `LinearGradients` that its method asks for."""
     asked = {name: fields for name, own in schemes.items() if (fields := _reads_loss(own))}
     if not asked:
         return {}
-    from hf_efficient.calibration.block_compression import observed_batches
-    from hf_efficient.calibration.gradients import OF_THE_DIVERGENCE, gradients
-
     for name in asked:
         if not isinstance(model.get_submodule(name), _LINEARS):
             raise ValueError(f"{name}: method={schemes[name].method!r} is not supported for fused experts")
-    tokens, blocks = calibration.tokens, _blocks(model)
-    if not set(OF_THE_DIVERGENCE).intersection(*asked.values()):
-        return gradients(model, asked, tokens, blocks)
-    batches = torch.arange(len(tokens)).split(calibration.batch_size)
-    windows = torch.cat([batches[batch] for batch in observed_batches(len(batches), tokens.numel())])
-    found = gradients(model, asked, tokens[windows], blocks, calibration.seed)
-    for own in found.values():
-        weights = own.token_weights.new_zeros(tokens.shape)
-        weights[windows] = own.token_weights
-        own.token_weights = weights
-    return found
-
-
-def _check_memory(model, schemes: dict, device_map) -> None:
-    """Raises ValueError where the Hessians of outputs, of all layers at once, do not fit into memory."""
-    sizes = {
-        name: 4 * weight_of(module).shape[0] ** 2
-        for name, own in schemes.items()
-        if "output_hessian" in own.observed() and isinstance(module := model.get_submodule(name), _LINEARS)
-    }
-    needed = sum(sizes.values())
-    device = torch.device(next(iter(device_map.values())) if isinstance(device_map, dict) and device_map else "cpu")
-    if needed > (free := free_memory(device)):
-        largest = max(sizes, key=sizes.get)
-        raise ValueError(
-            f"method='yaqa' keeps a matrix of outputs by outputs for each layer, {needed / 1e9:.1f} GB, and {device} has "
-            f"{free / 1e9:.1f} GB free: take 'gptq', or give it in overrides to the largest ones, such as {largest}"
-        )
+    return asked_gradients(model, asked, calibration, _blocks(model))
 
 
 def _blocks(model) -> list:

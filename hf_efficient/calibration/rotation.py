@@ -107,4 +107,5 @@ def _same(old: torch.Tensor, new: torch.Tensor) -> bool:
 
 
 def _without_rotation(format: TransformedFormat):
-    return dataclasses.replace(format, rotation=False) if format.input_scale else format.inner
+    without = dataclasses.replace(format, rotation=False)
+    return format.inner if without == TransformedFormat(format.inner) else without

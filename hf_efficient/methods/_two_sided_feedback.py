@@ -136,7 +136,9 @@ def _by_blocks(factor: torch.Tensor, blocks: list[int]) -> torch.Tensor:
     divided, first = torch.zeros_like(factor), 0
     for length in blocks:
         own = slice(first, first + length)
-        divided[:first, own] = torch.linalg.solve_triangular(factor[own, own], factor[:first, own], upper=True, left=False)
+        divided[:first, own] = torch.linalg.solve_triangular(
+            factor[own, own], factor[:first, own], upper=True, left=False
+        )
         divided[own, own] = torch.eye(length, device=factor.device)
         first += length
     return divided

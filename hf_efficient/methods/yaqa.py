@@ -12,7 +12,6 @@ import torch
 
 from hf_efficient.formats import AffineFormat, Format
 from hf_efficient.formats.trellis import TrellisFormat
-from hf_efficient.kernels.linear.trellis_codes import BAND, sequences
 from hf_efficient.methods._affine_grid import canonical, covering_grid, decode, grid_by_rows, round_to
 from hf_efficient.methods._two_sided_feedback import TwoSidedFeedback
 from hf_efficient.methods.mse import clipped_grid
@@ -58,9 +57,9 @@ def _of_elements(part: torch.Tensor, weight: torch.Tensor, format: AffineFormat)
 
 
 def _along_trellis(weight, format: TrellisFormat, hessian, output_hessian, damping: float) -> dict[str, torch.Tensor]:
-    starts = [BAND * band for band in sequences(len(weight))]
-    ends = [*starts[1:-1], len(weight)]
-    feedback = TwoSidedFeedback(hessian, output_hessian, damping, [end - first for first, end in zip(starts, ends)])
+    starts = format.sequences(len(weight))
+    lengths = [end - first for first, end in zip(starts, starts[1:])]
+    feedback = TwoSidedFeedback(hessian, output_hessian, damping, lengths)
     scale, found = format.scale(weight), {}
 
     def nearest(values: torch.Tensor, first: int, column: int) -> torch.Tensor:
