@@ -45,6 +45,8 @@ METHODS = {
     "int3 g64 fast, no text": "int3, `WeightOnlyConfig(bits=3)`",
     "int2 g64 gptq refine": "int2, GPTQ and `refine=True`",
     "trellis 2 bits gptq": "trellis of 2 bits, GPTQ",
+    "billm": "BiLLM",
+    "pb_llm": "PB-LLM",
 }
 # name in cpu_generate.json -> what a reader calls it
 DECODERS = {
