@@ -72,8 +72,11 @@ class TransformedFormat(Format):
         return weight.to(dtype)
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """The transformed input x [..., K] as the weight multiplies it."""
-        return x if self.input_bits is None else round_inputs(x, self.input_bits)
+        """The transformed input x [..., K] as the weight multiplies it. Gradients pass the rounding."""
+        if self.input_bits is None:
+            return x
+        rounded = round_inputs(x.detach(), self.input_bits)
+        return x + (rounded - x.detach()) if x.requires_grad else rounded
 
     def layout(self, tensors, in_features, dtype):
         return _TransformedLayout(self, tensors, self.inner.layout(tensors, in_features, dtype), in_features)

@@ -40,6 +40,9 @@ def test_layers_and_refinement_compute_the_same(rotation):
     torch.testing.assert_close(tuned, served, rtol=1e-4, atol=1e-4)
     tuned.sum().backward()
     torch.testing.assert_close(x.grad, weight.detach().sum(0).expand_as(x), rtol=1e-5, atol=1e-5)
+    seen = x.detach().requires_grad_()
+    format.layout(tensors, 48, torch.float32).matmul(seen).sum().backward()
+    torch.testing.assert_close(seen.grad, x.grad, rtol=1e-4, atol=1e-4)
     exact = torch.nn.functional.linear(x, weight, linear.bias)
     assert 1e-3 < (tuned - exact).norm() / exact.norm() < 0.2
 

@@ -122,8 +122,8 @@ class CodedLinear(nn.Linear):
             x = x * self._input_scale().to(x.dtype)
         if "rotation_signs" in self.transform:
             x = rotate(x, self.transform["rotation_signs"].to(x.dtype))
-        rounds = getattr(self.format, "input_bits", None) is not None
-        return StraightThrough.apply(x, self.format.rounded) if rounds else x
+        rounded = getattr(self.format, "rounded", None)
+        return x if rounded is None else rounded(x)
 
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K], rounded to 8 bits as the format rounds it; columns that it does not round stay."""
