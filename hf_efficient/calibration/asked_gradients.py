@@ -12,7 +12,7 @@ from hf_efficient.evaluation.devices import free_memory
 
 def asked_gradients(model, asked: dict, calibration, blocks: list) -> dict[str, LinearGradients]:
     """`gradients` of the text of `calibration`. Those of the divergence are of the windows that statistics are taken
-    on; the tokens of others have the weight 0."""
+    on; the tokens of others have the weight 0, and `token_weights` is a tuple of a tensor a batch."""
     tokens = calibration.tokens
     if not set(OF_THE_DIVERGENCE).intersection(*asked.values()):
         return gradients(model, asked, tokens, blocks)
@@ -22,7 +22,7 @@ def asked_gradients(model, asked: dict, calibration, blocks: list) -> dict[str, 
     for own in found.values():
         weights = own.token_weights.new_zeros(tokens.shape)
         weights[windows] = own.token_weights
-        own.token_weights = weights
+        own.token_weights = weights.split(calibration.batch_size)
     return found
 
 

@@ -275,9 +275,8 @@ class Block:
         """Name of a linear -> a function of a position in `batches`, which returns the weights float32 [B, T] of its
         tokens; of those whose method weighs tokens."""
 
-        def of(weights: torch.Tensor):
-            windows = weights.split(len(self.inputs[0]))
-            return lambda position: windows[batches[position]]
+        def of(weights: Sequence[torch.Tensor]):
+            return lambda position: weights[batches[position]]
 
         weighed = ((name, own.token_weights) for name, own in self.gradients.items())
         return {name: of(weights) for name, weights in weighed if weights is not None}

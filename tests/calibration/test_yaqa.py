@@ -9,12 +9,13 @@ from helpers import assert_close, tiny_model
 from sample_blocks import first_block, make
 
 from hf_efficient import CalibrationConfig, WeightOnlyConfig, methods
-from hf_efficient.calibration import asked_gradients, loading
+from hf_efficient.calibration import asked_gradients, block_compression, loading
 from hf_efficient.calibration.gradients import gradients
 from hf_efficient.calibration.rotation import rotate_block
 from hf_efficient.evaluation.perplexity import kl_divergence
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.trellis import TrellisFormat
+from hf_efficient.layers import EfficientLinear
 from hf_efficient.methods._two_sided_feedback import TwoSidedFeedback
 from hf_efficient.observers.hooks import watching_outputs
 
@@ -128,11 +129,11 @@ def sensitive_model():
     return model
 
 
-def compressed(model, **arguments):
+def compressed(model, head=False, **arguments):
     tokens = torch.randint(3, 128, (128, 24), generator=torch.Generator().manual_seed(0))
     config = WeightOnlyConfig(**arguments, calibration=CalibrationConfig(tokens=tokens, batch_size=8))
     linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    loading.run(model, config, dict.fromkeys(sorted(linears - {"lm_head"}), config))
+    loading.run(model, config, dict.fromkeys(sorted(linears - {"" if head else "lm_head"}), config))
     return model
 
 
@@ -143,6 +144,15 @@ def test_a_model_diverges_less_than_by_gptq(arguments):
     models = (compressed(copy.deepcopy(original), **arguments, method=method) for method in ("yaqa", "gptq"))
     ours, theirs = (sum(kl_divergence(original, model, window) for window in other) for model in models)
     assert ours < 0.93 * theirs
+
+
+def test_a_head_and_windows_that_are_not_observed(monkeypatch):
+    """Of 16 batches every second one is."""
+    monkeypatch.setattr(block_compression, "STATISTICS_TOKENS", 128 * 24 // 2)
+    original = sensitive_model()
+    model = compressed(copy.deepcopy(original), head=True, bits=8)
+    assert isinstance(model.lm_head, EfficientLinear)
+    assert kl_divergence(original, model, TOKENS[0]) < 1e-3
 
 
 def test_what_it_cannot_do_is_refused(monkeypatch):
