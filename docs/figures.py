@@ -109,6 +109,16 @@ def choose() -> str:
     return markdown(header, "lrrrrr", quality_rows(METHODS))
 
 
+def larger() -> str:
+    """What quantizing a model with the shapes of a 1B model takes."""
+    rows = []
+    for name, row in load("calibrate_1b").items():
+        size, peak = (f"{row[part] / 1e9:.2f}" for part in ("weight_bytes", "peak_memory_bytes"))
+        rows.append([METHODS.get(name, name), str(row["config"]["windows"]), f"{row['seconds']:.0f}", peak, size])
+    header = "method | windows of text | seconds | peak memory, GB | weights, GB"
+    return markdown(header, "lrrrr", rows)
+
+
 def all_methods() -> str:
     """Every row of quality.json, most bits first."""
     results = load("quality")
@@ -276,6 +286,7 @@ def serving() -> str:
 
 FIGURES = {
     "choose": choose,
+    "larger": larger,
     "decode": decode,
     "tiers": tiers,
     "tier_rows": tier_rows,
