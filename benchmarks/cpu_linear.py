@@ -1,6 +1,7 @@
 """How fast are linear layers on a CPU, beside bf16, torchao and bitsandbytes; where does each of our operators win?
 
-    python benchmarks/cpu_linear.py [--threads 2] [--shapes 576x576,4096x4096] [--contenders bf16,2:4] [--output FILE]
+    python benchmarks/cpu_linear.py [--threads 2] [--shapes 576x576,4096x4096] [--rows 1,8] [--contenders bf16,2:4]
+        [--output FILE]
 
 Layers of SmolLM2-135M and of an 8B model in bfloat16, 1 to 1024 tokens. Every contender rotates over copies of its
 weight that together do not fit the last-level cache, and the contenders take turns, so that changes of the machine's
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 from hf_efficient.evaluation import environment
 from hf_efficient.formats.bitmap import BitmapFormat
 from hf_efficient.formats.sparse24 import Sparse24Format
+from hf_efficient.formats.trellis import TrellisFormat
 from hf_efficient.kernels.linear import w8a8 as activation_linear
 from hf_efficient.kernels.linear.codes import packed_width
 from hf_efficient.kernels.linear.torch_cpu import Int4CpuLayout, Int8CpuLayout
@@ -52,6 +54,17 @@ def compiled(bits: int):
         zero_point = None if bits == 8 else torch.randint(0, 2**bits, scale.shape, dtype=torch.uint8)
         arguments = dict(bits=bits, group_size=group, in_features=k, dtype=torch.bfloat16)
         return device_layout(codes, scale, zero_point, **arguments)
+
+    return make
+
+
+def trellis(bits: int):
+    """Codes along a trellis, as a layer computes with them."""
+
+    def make(n: int, k: int):
+        format = TrellisFormat(bits)
+        codes = torch.randint(0, 256, format.shapes(n, k)["qweight"], dtype=torch.uint8)
+        return format.layout({"qweight": codes, "scale": torch.rand(n, 1).bfloat16()}, k, torch.bfloat16)
 
     return make
 
@@ -134,6 +147,7 @@ BYTES_A_WEIGHT = {"bf16": 2, "bf16 recorded": 2, "50 %": 9 / 8, "2:4": 9 / 8}
 BYTES_A_WEIGHT |= dict.fromkeys(("int8", "w8a8", "torchao int8", "torchao w8a8", "int8 torch"), 1)
 BYTES_A_WEIGHT |= {f"int{bits}": bits / 8 + 3 / GROUP for bits in (2, 3, 4)}
 INT4_BYTES = 0.5 + 4 / GROUP  # torch's operators
+BYTES_A_WEIGHT |= {f"trellis {bits}": bits / 8 for bits in (2, 3, 4)}
 CONTENDERS = {  # name -> (make, method of the object to time; None: the object itself)
     "bf16": (bf16, None),
     "bf16 recorded": (bf16_recorded, None),
@@ -142,6 +156,7 @@ CONTENDERS = {  # name -> (make, method of the object to time; None: the object 
     "int2": (compiled(2), "matmul"),
     "int3": (compiled(3), "matmul"),
     "int4": (compiled(4), "matmul"),
+    **{f"trellis {bits}": (trellis(bits), "matmul") for bits in (2, 3, 4)},
     "int8": (compiled(8), "matmul"),
     "int4 torch": (int4_torch, "matmul"),
     "int4 torch native": (int4_torch, "native"),
@@ -182,12 +197,12 @@ def contenders(n: int, k: int, names: list[str], rotate: float = ROTATE_BYTES) -
     return calls
 
 
-def measure(n: int, k: int, bandwidth: float, names: list[str]) -> list[dict]:
-    """One record for every contender and number of rows."""
+def measure(n: int, k: int, bandwidth: float, names: list[str], counts: tuple[int, ...] = ROWS) -> list[dict]:
+    """One record for every contender and number of rows in `counts`."""
     records = []
     with torch.no_grad():
         calls = contenders(n, k, names)
-        for rows in ROWS:
+        for rows in counts:
             x = torch.randn(rows, k).bfloat16()
             times = {name: [] for name in calls}
             for variants in calls.values():
@@ -231,15 +246,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = harness.parser(__doc__, "cpu_linear.json")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SHAPES), help="out_features x in_features")
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="numbers of tokens")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="names of CONTENDERS, bf16 among them")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     bandwidth = harness.read_bandwidth(10)
     print(f"read bandwidth {bandwidth:.1f} GB/s")
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
-    names = options.contenders.split(",")
-    records = [record for shape in shapes for record in measure(*shape, bandwidth, names)]
-    crossings = [name for name in ("int4", "int8") if f"{name} torch native" in names]
+    names, counts = options.contenders.split(","), tuple(map(int, options.rows.split(",")))
+    records = [record for shape in shapes for record in measure(*shape, bandwidth, names, counts)]
+    crossings = [name for name in ("int4", "int8") if f"{name} torch native" in names and counts == ROWS]
     result = {
         "question": "a linear layer on CPU: bf16, ours and peers; microseconds, interleaved",
         "environment": environment.describe(),

@@ -89,6 +89,11 @@ def rows() -> dict[str, dict | None]:
         trellis = weight_only(bits, -1, codebook="trellis", method="gptq")
         table[f"trellis {bits:g} bits gptq"] = trellis
         table[f"trellis {bits:g} bits gptq refine"] = {**trellis, "refine": True}
+        table[f"trellis {bits:g} bits yaqa"] = {**trellis, "method": "yaqa"}
+        table[f"trellis {bits:g} bits yaqa refine"] = {**trellis, "method": "yaqa", "refine": True}
+    for bits in (4, 3, 2):
+        yaqa = weight_only(bits, 64, method="yaqa")
+        table |= {f"int{bits} g64 yaqa": yaqa, f"int{bits} g64 yaqa refine": {**yaqa, "refine": True}}
     for method in ("billm", "db_llm"):
         binary = weight_only(2, "auto", method=method)
         table |= {method: binary, f"{method} refine": {**binary, "refine": True}}
@@ -96,6 +101,9 @@ def rows() -> dict[str, dict | None]:
         slim = weight_only(bits, 64, method="slim_llm")
         table |= {f"slim_llm {bits} bits g64": slim, f"slim_llm {bits} bits g64 refine": {**slim, "refine": True}}
     table["pb_llm"] = weight_only(1, "auto", method="pb_llm")
+    for bits in (4, 6):
+        rounded = weight_only(4, 64, method="gptq", activation_bits=bits)
+        table |= {f"w4a{bits} g64 gptq": rounded, f"w4a{bits} g64 gptq refine": {**rounded, "refine": True}}
     for method in ("absmax", "zeropoint", "smoothquant", "llm_int8"):
         table[f"w8a8 int8 {method}"] = w8a8(method=method)
     rotated = {"o_proj": {"rotate": True}, "down_proj": {"rotate": True}}

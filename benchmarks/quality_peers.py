@@ -1,17 +1,24 @@
 """What do other libraries' quantized weights cost in perplexity, on the windows of benchmarks/quality.py?
 
-    pip install hqq==0.2.8 optimum-quanto bitsandbytes torchao
-    python benchmarks/quality_peers.py [--rows GLOB ...] [--output FILE]
+    pip install hqq==0.2.8 optimum-quanto bitsandbytes torchao llama-cpp-python
+    python benchmarks/quality_peers.py [--rows GLOB ...] [--tokens FILE] [--calibration-tokens FILE] [--output FILE]
 
 SmolLM2-135M-Instruct, all linears but the head, quantized and computed by the peer's own package. Perplexities and
 differences to bf16 are as in benchmarks/quality.py, whose row "bf16" must be measured. Bits of a weight count every
 tensor that the peer's layers hold, but for the scale of a row in LLM.int8(). A row stands in the results when it is
 done, with the version of the package; a package that is missing is named and its rows are left out.
+
+llama.cpp's types with an importance matrix are made by its own quantizer, of the mean squared inputs on 64 windows of
+the calibration text, the embedding left in 8 bits, and computed by transformers in bfloat16. They need rows of a
+multiple of 256 inputs. Rows of 576 get what llama.cpp takes instead, which has more bits.
 """
 
+import ctypes
 import importlib.metadata
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import cpu_generate_ways as ways
 import harness
@@ -35,6 +42,69 @@ def hqq(bits: int):
     return load
 
 
+class _Importance(ctypes.Structure):
+    """`llama_model_imatrix_data`."""
+
+    _fields_ = [("name", ctypes.c_char_p), ("data", ctypes.POINTER(ctypes.c_float)), ("size", ctypes.c_size_t)]
+
+
+GGUF_NAMES = {
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    "self_attn.o_proj": "attn_output",
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+}
+
+
+def importance() -> dict[str, torch.Tensor]:
+    """Name of a tensor in a GGUF file -> the mean squares of what its columns are multiplied by, float32 [K]."""
+    from hf_efficient.observers.hooks import watching_inputs
+    from hf_efficient.observers.linear_inputs import LinearInputs
+
+    model = harness.load()
+    modules = {
+        f"blk.{number}.{short}.weight": layer.get_submodule(name)
+        for number, layer in enumerate(model.model.layers)
+        for name, short in GGUF_NAMES.items()
+    }
+    seen = {name: LinearInputs(module.in_features, hessian=False) for name, module in modules.items()}
+    with watching_inputs(modules, lambda name, x: seen[name].update(x)), torch.no_grad():
+        for window in harness.windows(CALIBRATION[0], "calibration", 64, 512):
+            model.model(input_ids=window[None])
+    return {name: inputs.mean_square for name, inputs in seen.items()}
+
+
+def llama_cpp(kind: str):
+    """llama.cpp's quantizer with `LLAMA_FTYPE_MOSTLY_<kind>` and an importance matrix."""
+
+    def load(folder):
+        import gguf
+        import llama_cpp as library
+        from transformers import AutoModelForCausalLM
+
+        means = {name: mean.contiguous() for name, mean in importance().items()}
+        rows = [
+            (n.encode(), ctypes.cast(m.data_ptr(), ctypes.POINTER(ctypes.c_float)), len(m)) for n, m in means.items()
+        ]
+        matrix = (_Importance * (len(rows) + 1))(*rows)
+        params = library.llama_model_quantize_default_params()
+        params.ftype = getattr(library, f"LLAMA_FTYPE_MOSTLY_{kind}")
+        params.allow_requantize, params.token_embedding_type = True, library.GGML_TYPE_Q8_0
+        params.imatrix = ctypes.cast(matrix, type(params.imatrix))
+        with tempfile.TemporaryDirectory() as made:
+            path = Path(made) / "model.gguf"
+            failed = library.llama_model_quantize(str(ways.gguf()).encode(), str(path).encode(), ctypes.byref(params))
+            if failed:
+                raise RuntimeError(f"llama_model_quantize returned {failed}")
+            own = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name in means]
+            model = AutoModelForCausalLM.from_pretrained(made, gguf_file=path.name, dtype=torch.bfloat16)
+        model.bits_per_weight = 8 * sum(int(t.n_bytes) for t in own) / sum(int(t.n_elements) for t in own)
+        return model.eval()
+
+    return load
+
+
+CALIBRATION: list[str | None] = [None]  # --calibration-tokens
+
 # name -> (package, its function of a folder)
 PEERS = {
     "quanto int8": ("optimum-quanto", ways.quanto("int8")),
@@ -47,6 +117,7 @@ PEERS = {
     "bitsandbytes LLM.int8()": ("bitsandbytes", ways.bitsandbytes(load_in_8bit=True)),
     "hqq int4 g64": ("hqq", hqq(4)),
     "hqq int3 g64": ("hqq", hqq(3)),
+    **{f"llama.cpp {kind}, imatrix": ("llama-cpp-python", llama_cpp(kind)) for kind in ("IQ4_XS", "IQ3_XS", "IQ2_M")},
 }
 
 
@@ -89,9 +160,11 @@ def measure(load, texts: dict[str, torch.Tensor]) -> dict:
     start = time.perf_counter()
     model = load(samples.sample_model())
     row = {"seconds": time.perf_counter() - start}
-    own = linears(model)
-    weights = sum(module.in_features * module.out_features for module in own.values())
-    row["bits_per_weight"] = 8 * stored_bytes(list(own.values()), set()) / weights
+    row["bits_per_weight"] = getattr(model, "bits_per_weight", None)
+    if row["bits_per_weight"] is None:
+        own = linears(model)
+        weights = sum(module.in_features * module.out_features for module in own.values())
+        row["bits_per_weight"] = 8 * stored_bytes(list(own.values()), set()) / weights
     for name, windows in texts.items():
         row[name] = {"nll": perplexity.negative_log_likelihood(model, windows).tolist()}
     return row
@@ -101,7 +174,9 @@ def main() -> None:
     parser = harness.parser(__doc__, "quality_peers.json")
     parser.add_argument("--rows", nargs="*", default=["*"], help="globs of row names")
     parser.add_argument("--tokens", help="as in benchmarks/quality.py")
+    parser.add_argument("--calibration-tokens", help="as in benchmarks/quality.py")
     options = parser.parse_args()
+    CALIBRATION[0] = options.calibration_tokens
 
     from hf_efficient.evaluation import environment
 

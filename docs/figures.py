@@ -45,6 +45,8 @@ METHODS = {
     "int3 g64 fast, no text": "int3, `WeightOnlyConfig(bits=3)`",
     "int2 g64 gptq refine": "int2, GPTQ and `refine=True`",
     "trellis 2 bits gptq": "trellis of 2 bits, GPTQ",
+    "billm": "BiLLM",
+    "pb_llm": "PB-LLM",
 }
 # name in cpu_generate.json -> what a reader calls it
 DECODERS = {
@@ -105,6 +107,16 @@ def choose() -> str:
     """The methods that a newcomer chooses between."""
     header = "method | bits of a weight | perplexity | news | seconds | peak memory, GB"
     return markdown(header, "lrrrrr", quality_rows(METHODS))
+
+
+def larger() -> str:
+    """What quantizing a model with the shapes of a 1B model takes."""
+    rows = []
+    for name, row in load("calibrate_1b").items():
+        size, peak = (f"{row[part] / 1e9:.2f}" for part in ("weight_bytes", "peak_memory_bytes"))
+        rows.append([METHODS.get(name, name), str(row["config"]["windows"]), f"{row['seconds']:.0f}", peak, size])
+    header = "method | windows of text | seconds | peak memory, GB | weights, GB"
+    return markdown(header, "lrrrr", rows)
 
 
 def all_methods() -> str:
@@ -274,6 +286,7 @@ def serving() -> str:
 
 FIGURES = {
     "choose": choose,
+    "larger": larger,
     "decode": decode,
     "tiers": tiers,
     "tier_rows": tier_rows,

@@ -20,7 +20,7 @@ from hf_efficient.formats import AffineFormat, Format
 from hf_efficient.formats.bitmap import BitmapFormat
 from hf_efficient.formats.codebook import CodebookFormat
 from hf_efficient.formats.sparse24 import PLACES_COLUMNS, Sparse24Format
-from hf_efficient.formats.transformed import TransformedFormat
+from hf_efficient.formats.transformed import ROUNDED_COLUMNS, TransformedFormat
 from hf_efficient.formats.w8a8 import BLOCK, Float8Format, Int8Format
 from hf_efficient.integrations import transformers_releases
 from hf_efficient.layers import CompressedModule, CompressedWeight
@@ -292,6 +292,8 @@ def _rows_error(format: Format, rows: int) -> str | None:
 
 def _columns_error(format: Format, columns: int) -> str | None:
     if isinstance(format, TransformedFormat):
+        if format.input_bits is not None and columns % ROUNDED_COLUMNS:
+            return f"a part has {columns} inputs, and {ROUNDED_COLUMNS} of them share a grid"
         mixes = "rotate mixes all inputs" if format.rotation else "its inputs are put in another order"
         return mixes if format.rotation or format.input_order else _columns_error(format.inner, columns)
     if isinstance(format, BitmapFormat):

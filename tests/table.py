@@ -48,6 +48,8 @@ METHODS = {
     "db_llm_refined": dict(_WEIGHT_ONLY, bits=2, method="db_llm", refine=True),
     "pb_llm": dict(_WEIGHT_ONLY, bits=1, group_size=-1, method="pb_llm"),
     "slim_llm_refined": dict(_WEIGHT_ONLY, bits=3, method="slim_llm", refine=True),
+    "yaqa_4": dict(_WEIGHT_ONLY, bits=4, method="yaqa"),
+    "w4a4_refined": dict(_WEIGHT_ONLY, bits=4, method="gptq", activation_bits=4, refine=True),
     "w8a8": dict(quant_method="efficient_w8a8"),
     "w8a8_zeropoint": dict(quant_method="efficient_w8a8", method="zeropoint"),
     "w8a8_static": dict(quant_method="efficient_w8a8", activations="static"),

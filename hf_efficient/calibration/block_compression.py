@@ -18,6 +18,11 @@ from hf_efficient.layers import compress_linear, stand_in
 STATISTICS_TOKENS = 1 << 15  # statistics of a block are taken on about as many tokens
 
 
+def observed_batches(batches: int, tokens: int) -> range:
+    """Those of `batches`, which have so many `tokens` together, that statistics are taken on."""
+    return range(batches)[:: max(1, tokens // STATISTICS_TOKENS)]
+
+
 class BlockCompressor:
     """Compresses the linears and the fused experts of blocks of `model`, in place.
 
@@ -57,6 +62,7 @@ class BlockCompressor:
         experts = {name: module for name, module in modules.items() if is_fused_experts(module)}
         linears = {name: module for name, module in modules.items() if name not in experts}
         block = Block(name, module, linears, experts, chain, index, list(hidden))
+        block.gradients = {name: self.gradients[name] for name in linears if name in self.gradients}
         block.schemes = {name: self.configs[name] for name in names}
         if chain is not None:
             block.schemes |= {name: self.configs[name].before_codes() for name in linears}
@@ -109,9 +115,15 @@ class BlockCompressor:
         routed to experts, so that each expert sees some."""
         is_routed = block.experts or any(".experts." in name for name in block.linears)
         tokens = 0 if is_routed else sum(states.shape[:-1].numel() for states in block.inputs)
-        chosen = range(self.batches)[:: max(1, tokens // STATISTICS_TOKENS)]
+        chosen = observed_batches(self.batches, tokens)
         return collect(
-            lambda index: block.run(chosen[index]), len(chosen), block.linears, block.experts, hessian, self.keep
+            lambda index: block.run(chosen[index]),
+            len(chosen),
+            block.linears,
+            block.experts,
+            hessian,
+            self.keep,
+            block.token_weights(chosen),
         )
 
     def _quantize(self, block: Block) -> None:
@@ -120,8 +132,8 @@ class BlockCompressor:
                 block.tensors[f"{name}.{weight}"] = self._quantize_experts(block, name, weight)
         for name, module in block.linears.items():
             inputs, transform = block.statistics.get(name), block.transforms.get(name)
-            if name in self.gradients:
-                inputs = inputs.with_gradients(self.gradients[name])
+            if name in block.gradients:
+                inputs = inputs.with_gradients(block.gradients[name])
             with naming(name):
                 format, scheme = block.formats[name], block.schemes[name]
                 block.tensors[name] = scheme.compress(weight_of(module), format, inputs, transform)

@@ -254,6 +254,7 @@ class Block:
             weight (`...experts.down_proj`) -> `RoutedInputs`, one LinearInputs an expert.
         transforms: name of a linear -> the tensors of its `TransformedFormat`, where a transform set one.
         tensors: name of a linear or of an expert weight -> canonical tensors, once they are chosen.
+        gradients: name of a linear -> its `LinearGradients`, where its method needs them.
     """
 
     name: str
@@ -268,6 +269,17 @@ class Block:
     statistics: dict[str, LinearInputs | Sequence[LinearInputs]] = field(default_factory=dict)
     transforms: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    gradients: dict[str, Any] = field(default_factory=dict)
+
+    def token_weights(self, batches: Sequence[int]) -> dict[str, Callable[[int], torch.Tensor]]:
+        """Name of a linear -> a function of a position in `batches`, which returns the weights float32 [B, T] of its
+        tokens; of those whose method weighs tokens."""
+
+        def of(weights: Sequence[torch.Tensor]):
+            return lambda position: weights[batches[position]]
+
+        weighed = ((name, own.token_weights) for name, own in self.gradients.items())
+        return {name: of(weights) for name, weights in weighed if weights is not None}
 
     def run(self, batch_index: int, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """The hidden states [B, T, H] after the block, on its device. hidden: into the block; by default its inputs of

@@ -4,7 +4,7 @@ import functools
 import logging
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 import torch
@@ -30,6 +30,7 @@ def collect(
     experts: dict[str, nn.Module] | None = None,
     hessian: bool = True,
     keep: Callable[[str, int, torch.Tensor], torch.Tensor] | None = None,
+    weights: Mapping[str, Callable[[int], torch.Tensor]] | None = None,
 ) -> dict[str, LinearInputs | RoutedInputs]:
     """Calls `run(batch)` for every batch and observes the inputs of modules.
 
@@ -40,6 +41,8 @@ def collect(
             expert for the first weight, of what it computed from them for the second.
         hessian: whether to accumulate hessians.
         keep: called with (name of experts, number of the batch, their hidden states [R, H]) -> the tensor to keep.
+        weights: name of a linear -> a function of the batch, which returns weights float32 [B, T] of its rows in the
+            hessian. Such linears share no statistics.
 
     Returns:
         full name -> statistics, in the order of the first calls. An expert that no row reached gets those of all other
@@ -48,7 +51,7 @@ def collect(
     Raises:
         ValueError: NaN or infinity in an input, or a linear that was not reached and is no expert; names the layer.
     """
-    observer, experts = _Observer(linears, hessian), experts or {}
+    observer, experts = _Observer(linears, hessian, weights or {}), experts or {}
     statistics: dict[str, LinearInputs | RoutedInputs] = observer.statistics
     routed: list[RoutedInputs] = []
     with ExitStack() as stack:
@@ -57,7 +60,7 @@ def collect(
             rows = stack.enter_context(watching_routes(module, keep and functools.partial(keep, name)))
             routed += rows.inputs(name, hessian)
         for batch in range(batches):
-            observer.begin(stop_at_last=batch > 0 and not experts)
+            observer.begin(batch, stop_at_last=batch > 0 and not experts)
             try:
                 run(batch)
             except _LastLinearReached:
@@ -72,8 +75,8 @@ def collect(
 class _Observer:
     """What the hooks of linears share: which linears read one tensor, and which linear is called last."""
 
-    def __init__(self, linears: dict[str, nn.Module], hessian: bool):
-        self.linears, self.hessian = linears, hessian
+    def __init__(self, linears: dict[str, nn.Module], hessian: bool, weights: Mapping[str, Callable]):
+        self.linears, self.hessian, self.weights = linears, hessian, weights
         self.statistics: dict[str, LinearInputs] = {}
         self._leader: dict[str, str] = {}  # name -> the linear whose hook counts the rows
         self._inputs: dict[str, weakref.ref] = {}  # leader -> its input in this batch
@@ -83,7 +86,8 @@ class _Observer:
         self._last: str | None = None  # the linear called last, once a first batch has called every one
         self._is_first = True
 
-    def begin(self, stop_at_last: bool) -> None:
+    def begin(self, batch: int, stop_at_last: bool) -> None:
+        self._batch = batch
         if stop_at_last and self._is_first:  # only the first batch tells the order, and only if it called every linear
             self._is_first = False
             if len(self._called) == len(self.linears):
@@ -97,7 +101,8 @@ class _Observer:
         self._called.add(name)
         leader = self._leader.get(name)
         if leader is None:
-            leader = next((other for other, tensor in self._inputs.items() if tensor() is x), name)
+            alike = (other for other, tensor in self._inputs.items() if tensor() is x and other not in self.weights)
+            leader = name if name in self.weights else next(alike, name)
             self._leader[name] = leader
             if leader == name:
                 self.statistics[name] = LinearInputs(x.shape[-1], self.hessian, name, x.device)
@@ -105,7 +110,8 @@ class _Observer:
                 self.statistics[name] = self.statistics[leader]
         if leader == name:
             self._inputs[name] = weakref.ref(x)
-            self.statistics[name].update(x)
+            weights = self.weights.get(name)
+            self.statistics[name].update(x, weights and weights(self._batch))
         elif self._inputs.get(leader, lambda: None)() is not x:
             raise RuntimeError(f"{name} and {leader} were fed by one tensor at first, and by two later")
         if name == self._stop_at:

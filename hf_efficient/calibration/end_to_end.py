@@ -8,7 +8,6 @@ import math
 import time
 
 import torch
-import torch.nn.functional as F
 from transformers.utils import logging
 
 from hf_efficient.calibration.block_compression import BlockCompressor
@@ -84,7 +83,8 @@ class EndToEnd:
         names = list(modules)
 
         def forward(index: int):
-            return lambda x: F.linear(x, self.tuned[names[index]](), modules[names[index]].bias)
+            own, module = self.tuned[names[index]], modules[names[index]]
+            return lambda x: own.product(x, module)
 
         try:
             with replaced_forwards(modules.values(), forward), without_cache(self.model), self.vectors.trained():

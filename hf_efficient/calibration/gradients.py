@@ -1,4 +1,4 @@
-"""Gradients of the language modelling loss: one backward pass per window, and what pruning methods read from it."""
+"""Gradients of the language modelling loss: one backward pass per window, and what methods read from it."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_efficient.calibration.blocks import weight_of, without_cache
 from hf_efficient.observers.hooks import replaced_forwards, watching_outputs
+from hf_efficient.observers.linear_inputs import bfloat16_products
 
 
 @dataclass
@@ -18,30 +19,67 @@ class LinearGradients:
     Attributes:
         gradient: float32 [N, K], the absolute value of the gradient of a window, summed over windows.
         fisher: float32 [N, K], the square of the gradient of a token, summed over tokens.
+        output_hessian: float32 [N, N], the sum over tokens of g g^T, g being the gradient for the outputs.
+        token_weights: float32 [windows, length], |g|^2 of each token, relative to their mean.
+
+    The last two are the factors of YAQA (https://arxiv.org/abs/2505.22988): with the sum of token_weights * x x^T over
+    inputs x, `output_hessian` makes the Hessian of the model's divergence from itself, if tokens are independent. Their
+    loss is that of tokens drawn from what the model predicts.
     """
 
     gradient: torch.Tensor | None = None
     fisher: torch.Tensor | None = None
+    output_hessian: torch.Tensor | None = None
+    token_weights: torch.Tensor | None = None
+
+
+OF_THE_DIVERGENCE = ("output_hessian", "token_weights")
 
 
 def gradients(
-    model: nn.Module, asked: Mapping[str, Collection[str]], tokens: torch.Tensor, blocks: Iterable[nn.Module] = ()
+    model: nn.Module,
+    asked: Mapping[str, Collection[str]],
+    tokens: torch.Tensor,
+    blocks: Iterable[nn.Module] = (),
+    seed: int = 0,
 ) -> dict[str, LinearGradients]:
     """Name of a linear -> its `LinearGradients`, from one backward pass over `tokens` int64 [windows, length]. asked:
     name of a linear -> names of the fields to compute. model, blocks, memory and errors: see `language_loss_gradients`.
+    seed: of the tokens that are drawn for `OF_THE_DIVERGENCE`.
+
+    Raises:
+        ValueError: gradients that are not finite; fields of the text's loss beside those of the divergence.
     """
     modules = {name: model.get_submodule(name) for name in asked}
-    found = {name: LinearGradients(**{field: _zeros(modules[name]) for field in asked[name]}) for name in asked}
+    drawn = {field in OF_THE_DIVERGENCE for fields in asked.values() for field in fields}
+    if len(drawn) > 1:
+        raise ValueError(f"asked={dict(asked)} is not supported: {OF_THE_DIVERGENCE} are of another loss than the rest")
+    found = {name: LinearGradients(**{f: _empty(modules[name], f) for f in asked[name]}) for name in asked}
+    squares: dict[str, list[torch.Tensor]] = {name: [] for name in asked}
 
     def add(name: str, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
-        own, (rows, deltas) = found[name], (x.detach().float().flatten(0, -2) for x in (inputs, gradient))
+        own, is_exact = found[name], gradient.dtype is torch.bfloat16 and gradient.device.type == "cpu"
+        rows, deltas = (x.detach().float().flatten(0, -2) for x in (inputs, gradient))
         if own.gradient is not None:
             own.gradient += (deltas.t() @ rows).abs_()
         if own.fisher is not None:
             own.fisher.addmm_(deltas.square().t(), rows.square())
+        if own.output_hessian is not None:
+            with bfloat16_products(is_exact):
+                own.output_hessian.addmm_(deltas.t(), deltas)
+        if own.token_weights is not None:
+            squares[name].append(deltas.square().sum(1))
 
-    language_loss_gradients(model, modules, tokens, blocks, add)
+    generator = torch.Generator().manual_seed(seed) if True in drawn else None
+    language_loss_gradients(model, modules, tokens, blocks, add, generator)
     for name, own in found.items():
+        if own.token_weights is not None:
+            if [len(window) for window in squares[name]] != [tokens.shape[1]] * len(tokens):
+                raise ValueError(
+                    f"{name} is not called once for each token of a window, as gradients of tokens need it"
+                )
+            weights = torch.stack(squares[name])
+            own.token_weights = weights / weights.mean().clamp_min(torch.finfo(weights.dtype).tiny)
         check_finite(name, *(getattr(own, field) for field in asked[name]))
     return found
 
@@ -52,6 +90,7 @@ def language_loss_gradients(
     tokens: torch.Tensor,
     blocks: Iterable[nn.Module],
     add: Callable[[str, torch.Tensor, torch.Tensor], None],
+    drawn: torch.Generator | None = None,
 ) -> None:
     """Runs the backward pass of the loss over `tokens` int64 [windows, length], window by window, where the model's
     weights are. For every call of each of `modules` it calls `add(name, inputs [..., K], gradient of the summed loss
@@ -64,6 +103,7 @@ def language_loss_gradients(
         model: a causal language model in evaluation mode.
         modules: name -> `nn.Linear` or `Conv1D`.
         blocks: modules that are computed again in the backward pass.
+        drawn: where given, the loss is that of next tokens drawn by it from what the model predicts, at all positions.
 
     Raises:
         ValueError: the model gives no logits for `input_ids` alone.
@@ -89,7 +129,7 @@ def language_loss_gradients(
             for parameter in trained:
                 parameter.requires_grad_(False)
             for window in tokens.to(model.get_input_embeddings().weight.device):
-                _language_loss(model, window[None]).backward()
+                _language_loss(model, window[None], drawn).backward()
         finally:
             for parameter in trained:
                 parameter.requires_grad_(True)
@@ -117,13 +157,20 @@ class _GradientHook(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def _language_loss(model: nn.Module, window: torch.Tensor) -> torch.Tensor:
-    """Summed cross entropy of the next tokens of `window` int64 [1, length]."""
+def _language_loss(model: nn.Module, window: torch.Tensor, drawn: torch.Generator | None) -> torch.Tensor:
+    """Summed cross entropy of the next tokens of `window` int64 [1, length], or of those that are drawn."""
     logits = getattr(model(input_ids=window), "logits", None)
     if logits is None or logits.shape[:2] != window.shape:
         raise ValueError(f"gradients of the loss need a causal language model, not {type(model).__name__}")
-    return nn.functional.cross_entropy(logits[0, :-1].float(), window[0, 1:].to(logits.device), reduction="sum")
+    if drawn is None:
+        logits, labels = logits[0, :-1].float(), window[0, 1:].to(logits.device)
+    else:
+        logits = logits[0].float()
+        labels = torch.multinomial(logits.detach().softmax(1).cpu(), 1, generator=drawn)[:, 0].to(logits.device)
+    return nn.functional.cross_entropy(logits, labels, reduction="sum")
 
 
-def _zeros(module: nn.Module) -> torch.Tensor:
-    return torch.zeros(weight_of(module).shape, device=module.weight.device)
+def _empty(module: nn.Module, field: str) -> torch.Tensor:
+    weight = weight_of(module)
+    shape = {"output_hessian": (len(weight), len(weight)), "token_weights": (0, 0)}.get(field, weight.shape)
+    return torch.zeros(shape, device=weight.device)

@@ -9,6 +9,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_efficient.calibration import own_text
+from hf_efficient.calibration.asked_gradients import asked_gradients, check_memory
 from hf_efficient.calibration.data import load_tokens
 from hf_efficient.calibration.steps import refinement, transforms
 from hf_efficient.configs.calibration import CalibrationConfig
@@ -17,7 +18,7 @@ from hf_efficient.integrations.transformers_compat import block_classes
 
 SENSITIVITY_WINDOWS = 16  # windows of the calibration text that bits and sparsities of single layers are chosen with
 _LINEARS = (nn.Linear, Conv1D)
-_OF_THE_LOSS = {"gradient", "fisher"}  # fields of `LinearGradients`
+_OF_THE_LOSS = {"gradient", "fisher", "output_hessian", "token_weights"}  # fields of `LinearGradients`
 
 
 def can_run(model, device_map) -> bool:
@@ -57,6 +58,7 @@ def prepare(config, schemes: dict, device_map, model) -> None:
             raise ValueError(f"{argument} needs text: give calibration texts, a dataset or tokens instead of inputs")
     if isinstance(device_map, dict):
         _check_one_device(device_map)
+    check_memory(model, schemes, device_map)
     if config.calibration.source in ("texts", "dataset"):
         with torch.device("cpu"):  # transformers calls this where new tensors are meta tensors
             config.calibration.tokens = load_tokens(config.calibration, _tokenizer(model.name_or_path))
@@ -114,7 +116,7 @@ def run(model, config, schemes: dict, residence=None) -> None:
         chosen = {name: own for name, own in schemes.items() if differs(own)}
         if chosen:
             schemes = {**schemes, **allocate(model, chosen, source.tokens[:SENSITIVITY_WINDOWS])}
-    gradients = _gradients(model, schemes, source.tokens)
+    gradients = _gradients(model, schemes, source)
     decided = calibrate(model, schemes, source, None, transforms(schemes), refinement(schemes), gradients, residence)
     own = {}
     for name, scheme in decided.items():
@@ -159,17 +161,15 @@ def _with_sparsities(model, schemes: dict, tokens) -> dict:
     return {name: type(schemes[name])(**{**schemes[name].scheme(), "sparsity": own}) for name, own in sparsity.items()}
 
 
-def _gradients(model, schemes: dict, tokens) -> dict:
+def _gradients(model, schemes: dict, calibration) -> dict:
     """Module name -> the `LinearGradients` that its method asks for."""
     asked = {name: fields for name, own in schemes.items() if (fields := _reads_loss(own))}
     if not asked:
         return {}
-    from hf_efficient.calibration.gradients import gradients
-
     for name in asked:
         if not isinstance(model.get_submodule(name), _LINEARS):
             raise ValueError(f"{name}: method={schemes[name].method!r} is not supported for fused experts")
-    return gradients(model, asked, tokens, _blocks(model))
+    return asked_gradients(model, asked, calibration, _blocks(model))
 
 
 def _blocks(model) -> list:

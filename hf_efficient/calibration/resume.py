@@ -195,4 +195,6 @@ def described_format(format) -> dict[str, Any] | None:
 
 def format_of(described: dict[str, Any] | None, of_config):
     inner = inner_format(of_config)
-    return inner if described is None else TransformedFormat(inner, **described)
+    if described is None:
+        return inner
+    return TransformedFormat(inner, **described, input_bits=getattr(of_config, "input_bits", None))

@@ -43,8 +43,9 @@ def rotate_block(block) -> None:
             heads = _heads(len(weight_of(module)), columns, attentions[module])
             if any(_fold(block, reader, module, rows) for rows in heads):
                 block.formats[reader] = _without_rotation(block.formats[reader])
-                hessian = block.statistics[reader].hessian is not None
-                again = collect(block.run, len(block.inputs), {reader: block.linears[reader]}, hessian=hessian)
+                hessian, every = block.statistics[reader].hessian is not None, range(len(block.inputs))
+                own, weights = {reader: block.linears[reader]}, block.token_weights(every)
+                again = collect(block.run, len(every), own, hessian=hessian, weights=weights)
                 block.statistics.update(again)
                 break
 
@@ -74,6 +75,10 @@ def _fold(block, reader: str, module: nn.Module, heads: torch.Tensor) -> bool:
     weight = weight_of(linear)
     weight.copy_(_rotate(weight.unflatten(1, (-1, heads.shape[1])), signs).flatten(1))
     if all(_same(old, new) for old, new in zip(before, _outputs(block, linear))):
+        gradients = next((own for name, own in block.gradients.items() if block.linears[name] is module), None)
+        if gradients is not None and gradients.output_hessian is not None:
+            for side in (gradients.output_hessian, gradients.output_hessian.t()):
+                side[heads] = _rotate(side[heads].movedim(1, -1), signs).movedim(-1, 1)
         return True
     for data, old in saved:
         data.copy_(old)
@@ -102,4 +107,5 @@ def _same(old: torch.Tensor, new: torch.Tensor) -> bool:
 
 
 def _without_rotation(format: TransformedFormat):
-    return dataclasses.replace(format, rotation=False) if format.input_scale else format.inner
+    without = dataclasses.replace(format, rotation=False)
+    return format.inner if without == TransformedFormat(format.inner) else without

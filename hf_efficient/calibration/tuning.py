@@ -4,11 +4,11 @@ import math
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers.utils import logging
 
 from hf_efficient.calibration.blocks import Block, weight_of
+from hf_efficient.calibration.transformed_weight import product
 from hf_efficient.experts import expert_weight_names
 from hf_efficient.observers.hooks import replaced_forwards
 
@@ -20,13 +20,18 @@ class TunedWeight:
     """The weight of one linear as a function of parameters. Called: the weight [N, K] in its dtype that acts on the
     plain input.
 
-    FORMATS: whose weights it tunes."""
+    FORMATS: whose weights it tunes. format, start: of the weight, and its canonical tensors when tuning begins."""
 
     FORMATS: tuple[type, ...] = ()
+    start: dict[str, torch.Tensor] = {}
     cached: torch.Tensor | None = None  # what a call returns while no parameter changes
 
     def __call__(self) -> torch.Tensor:
         return self.compute() if self.cached is None else self.cached
+
+    def product(self, x: torch.Tensor, module: nn.Module) -> torch.Tensor:
+        """What the linear `module` with this weight makes of x [..., K]."""
+        return product(x, self(), module, self.format, self.start)
 
     def compute(self) -> torch.Tensor:
         """The weight [N, K], with gradients to the parameters."""
@@ -106,7 +111,7 @@ def refine_linears(
             return list(experts.values())[index - len(names)]
         name, module = names[index], block.linears[names[index]]
         if name in tuned:
-            return lambda x: F.linear(x, tuned[name](), module.bias)
+            return lambda x: tuned[name].product(x, module)
         return quantized_forward(module, block.formats[name], block.tensors[name])
 
     with replaced_forwards(modules, forward):
@@ -125,7 +130,7 @@ def refine_linears(
 def quantized_forward(module: nn.Module, format, tensors: dict[str, torch.Tensor]):
     """A forward for the linear `module` that computes with the weight in `tensors`."""
     weight = format.dequantize(tensors, weight_of(module).shape[1], module.weight.dtype)
-    return lambda x: F.linear(x, weight, module.bias)
+    return lambda x: product(x, weight, module, format, tensors)
 
 
 def _tune(block: Block, targets: list[torch.Tensor], parameters: list[dict], epochs: float, seed: int) -> None:

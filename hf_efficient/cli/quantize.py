@@ -46,7 +46,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="weights that share a scale, -1: one output channel (default 64, -1 with 8 bits and --codebook trellis)",
     )
     command.add_argument(
-        "--method", help="instead of --quality: rtn, mse, hqq, gptq, awq, kmeans, billm, db_llm, pb_llm or slim_llm"
+        "--method",
+        help="instead of --quality: rtn, mse, hqq, gptq, yaqa, awq, kmeans, billm, db_llm, pb_llm or slim_llm",
     )
     command.add_argument("--codebook", help="nf4, fp4, kmeans or trellis instead of a regular grid")
     for name, text in SWITCHES.items():

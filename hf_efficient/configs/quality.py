@@ -37,8 +37,8 @@ def choose(given: dict[str, Any], quality: str | None) -> dict[str, Any]:
         of_grids = -1 if bits == 8 else 32 if quality == "best" and codebook is None else 64
         chosen["group_size"] = _OWN_GROUPS.get(own) or fixed.get(name, of_grids)
     if given["rotate"] == AUTO:
-        chosen["rotate"] = codebook == "trellis"
-    if given["int8_on_cpu"] == AUTO and (own or codebook is not None):
+        chosen["rotate"] = codebook == "trellis" or given["activation_bits"] is not None
+    if given["int8_on_cpu"] == AUTO and (own or codebook is not None or given["activation_bits"] is not None):
         chosen["int8_on_cpu"] = False  # their kernels take inputs as they are
     if method == AUTO:
         quality = quality or ("fast" if calibration is None else "balanced")

@@ -201,7 +201,8 @@ def _check_weights(weights) -> None:
             raise ValueError(f"{given[0]!r} is not a field of a weight: allowed are {allowed}")
         check_choices(vars(config), method=WEIGHT_METHODS)
         check(config.zero_point == "integer", "zero_point", config.zero_point, "'integer': zeros are exact")
-        for field in ("codebook", "rotate", "refine", "mixed_precision", "input_scale", "input_order"):
+        plain = ("codebook", "rotate", "refine", "mixed_precision", "input_scale", "input_order")
+        for field in ("activation_bits", *plain):
             value = getattr(config, field)
             check(not value, field, value, "left out: pruned weights are kept on a plain grid")
         rounds = config.int8_on_cpu

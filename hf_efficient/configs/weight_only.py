@@ -23,6 +23,7 @@ from hf_efficient.configs.quality import (
 
 WEIGHT_BITS = (2, 3, 4, 8)
 EMBEDDING_BITS = (4, 8)
+ACTIVATION_BITS = (4, 6)
 CODEBOOKS = ("nf4", "fp4", "mxfp4", "nvfp4", "kmeans", "trellis")
 ZERO_POINTS = ("integer", "float", "minimum")
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
@@ -39,7 +40,8 @@ def available_methods() -> list[str]:
 
 
 class WeightOnlyConfig(CompressionConfig):
-    """Weights in few bits, activations as they are. Pass it as `quantization_config` to `from_pretrained`.
+    """Weights in few bits, activations as they are, or in 4 or 6 bits. Pass it as `quantization_config` to
+    `from_pretrained`.
 
     A weight [out_features, in_features] becomes unsigned codes with `w = (code - zero_point) * scale`. Every
     `group_size` neighbours along in_features share a scale; a width that `group_size` does not divide gets a short last
@@ -65,7 +67,10 @@ class WeightOnlyConfig(CompressionConfig):
             "db_llm" (https://arxiv.org/abs/2402.11960; bits=2) and "pb_llm" (https://arxiv.org/abs/2310.00034; bits=1
             for most weights, 8 for the salient tenth) store few magnitudes in formats of their own, and run as 8 bits
             do. "slim_llm" (https://arxiv.org/abs/2405.14917; bits=2 or 3) is "gptq" with a bit more for the groups of
-            columns that matter most and one less for as many others. "auto" is what `quality` says.
+            columns that matter most and one less for as many others. "yaqa" (https://arxiv.org/abs/2505.22988; grids
+            and trellises) rounds for the divergence of the whole model instead of each layer's output error; it needs
+            a causal language model, a backward pass, and 4 bytes of memory for the square of each layer's outputs.
+            "auto" is what `quality` says.
         quality ("fast", "balanced", "best" or None; default None): how long making the model may take, where `method`
             is left out. "fast" takes seconds and no text: "mse" with inputs from random tokens, "rtn" with 8 bits.
             Where such a model cannot be run while loading (several devices, tensor parallelism, no token ids as
@@ -79,9 +84,9 @@ class WeightOnlyConfig(CompressionConfig):
             https://arxiv.org/abs/2406.11235) lets neighbouring weights of a column share bits and has one scale a row.
             It loses least at 2 to 4 bits, and takes minutes to make.
         double_quantization (bool; default False): also store the scales of a codebook in 8 bits (QLoRA).
-        rotate (bool; default "auto": True with codebook="trellis"): spread outliers by random Hadamard rotations (QuIP,
-            https://arxiv.org/abs/2307.13304; QuaRot, https://arxiv.org/abs/2404.00456). The inverse is applied to the
-            input unless it folds into other weights.
+        rotate (bool; default "auto": True with codebook="trellis" or activation_bits): spread outliers by random
+            Hadamard rotations (QuIP, https://arxiv.org/abs/2307.13304; QuaRot, https://arxiv.org/abs/2404.00456). The
+            inverse is applied to the input unless it folds into other weights.
         refine (bool; default False): after each block, tune scales and rounding by gradient on the block's outputs;
             needs `calibration`. With codebook="trellis" factors of rows and of inputs, and no codes; scales of "mxfp4"
             stay.
@@ -93,6 +98,10 @@ class WeightOnlyConfig(CompressionConfig):
             rounds forwards of at least 32 tokens where that is faster: on CPUs with AVX-512 VNNI and without AMX, with
             groups of at least 32 columns. True rounds all forwards; with AMX only those of at most 32 tokens, as
             prompts are faster without. Codebooks and methods with formats of their own have False.
+        activation_bits (4, 6 or None; default None): also round the inputs of layers, so that 4 is W4A4 and 6, with
+            bits=4, W4A6: every 16 columns of a row have a grid that spans their range. `refine` tunes weights for
+            rounded inputs. The products are those of inputs that are not rounded, and not faster: this is for finding
+            out what a model loses.
         modules_to_not_convert (list of str; default None): globs (see `module_matches`) of modules to leave as they
             are, in addition to the output embedding and the modules tied to it.
         overrides (dict of glob -> fields; default None): other schemes for single modules, for example
@@ -130,7 +139,7 @@ class WeightOnlyConfig(CompressionConfig):
     scheme_fields = (
         *("bits", "group_size", "symmetric", "method", "codebook", "double_quantization"),
         *("rotate", "refine", "mixed_precision", "int8_on_cpu", "input_scale"),
-        *("zero_point", "scale_dtype", "input_order"),
+        *("zero_point", "scale_dtype", "input_order", "activation_bits"),
     )
 
     def __init__(
@@ -156,6 +165,7 @@ class WeightOnlyConfig(CompressionConfig):
         zero_point: str = AUTO,
         scale_dtype: str | None = None,
         input_order: bool = False,
+        activation_bits: int | None = None,
         quality: str | None = None,
         version: int = CONFIG_VERSION,
         **unknown,
@@ -183,6 +193,9 @@ class WeightOnlyConfig(CompressionConfig):
         check_flags(scheme, "symmetric", "double_quantization", "rotate", "refine", "mixed_precision")
         check_flags(scheme, "input_scale", "input_order")
         check_choices(scheme, codebook=(*CODEBOOKS, None), int8_on_cpu=(True, False, AUTO))
+        check_choices(scheme, activation_bits=(*ACTIVATION_BITS, None))
+        twice = scheme["activation_bits"] is not None and scheme["int8_on_cpu"] is not False
+        check(not twice, "int8_on_cpu", scheme["int8_on_cpu"], "False with activation_bits: inputs are rounded once")
         if codebook in ("nf4", "fp4", *BLOCK_SIZES):
             check(bits == 4, "bits", bits, f"4 for codebook={codebook!r}")
         if codebook in BLOCK_SIZES:
@@ -196,8 +209,10 @@ class WeightOnlyConfig(CompressionConfig):
             check(scheme["scale_dtype"] is None, "scale_dtype", scheme["scale_dtype"], "None for codebook='trellis'")
         if codebook == "kmeans":
             check(bits != 8, "bits", bits, "2, 3 or 4 for codebook='kmeans'")
-        is_served = {"rtn": True, "gptq": True, "kmeans": codebook == "kmeans"}.get(method, codebook is None)
-        check(is_served, "method", method, f"one that serves codebook={codebook!r}: rtn or gptq")
+        served = {"rtn": True, "gptq": True, "kmeans": codebook == "kmeans", "yaqa": codebook in (None, "trellis")}
+        others = "rtn, gptq or yaqa" if codebook == "trellis" else "rtn or gptq"
+        is_served = served.get(method, codebook is None)
+        check(is_served, "method", method, f"one that serves codebook={codebook!r}: {others}")
         if method == "hqq":
             check(not scheme["symmetric"], "symmetric", True, "False for method='hqq', which chooses zero points")
         check_choices(scheme, zero_point=ZERO_POINTS, scale_dtype=(*SCALE_DTYPES, None))
@@ -242,8 +257,8 @@ class WeightOnlyConfig(CompressionConfig):
             own = type(self)(**{"method": "rtn" if given["bits"] == 8 else "mse", **given})
             check_choices(own.scheme(), bits=EMBEDDING_BITS, codebook=(None,), zero_point=("integer",))
             check(own.group_size is not None, "group_size", None, "-1 or a positive multiple of 8")
-            for field in ("rotate", "refine", "mixed_precision", "input_scale", "input_order"):
-                check(not own.scheme()[field], field, True, "False for an embedding")
+            for field in ("activation_bits", "rotate", "refine", "mixed_precision", "input_scale", "input_order"):
+                check(not own.scheme()[field], field, own.scheme()[field], "left out for an embedding")
             check(own.scale_dtype is None, "scale_dtype", own.scale_dtype, "None for an embedding")
             check(not own.needs_calibration(), "method", own.method, "one that needs no data: rtn, mse or hqq")
         return own
@@ -311,9 +326,9 @@ class WeightOnlyConfig(CompressionConfig):
         else:
             table = self.codebook, self.bits, self.group_size
             inner = CodebookFormat(*table, self.double_quantization, self.scale_dtype)
-        if not (self.input_scale or self.rotate or self.input_order):
+        if not (self.input_scale or self.rotate or self.input_order or self.activation_bits):
             return inner
-        return TransformedFormat(inner, self.input_scale, self.rotate, self.input_order)
+        return TransformedFormat(inner, self.input_scale, self.rotate, self.input_order, self.activation_bits)
 
     def method_name(self):
         return "kmeans" if self.codebook == "kmeans" and self.method == "rtn" else self.method

@@ -1,5 +1,5 @@
 """A weight whose input is transformed first: reordered (GPTQ's activation order), scaled per channel (AWQ,
-SmoothQuant), rotated (QuIP, QuaRot)."""
+SmoothQuant), rotated (QuIP, QuaRot), rounded to few bits."""
 
 from dataclasses import dataclass
 
@@ -9,20 +9,27 @@ from hf_efficient.formats.base import Format
 from hf_efficient.kernels.hadamard import unrotate_weight
 from hf_efficient.kernels.linear.layout import Layout
 from hf_efficient.kernels.linear.native_hadamard import rotate
+from hf_efficient.kernels.linear.rounded_inputs import COLUMNS as ROUNDED_COLUMNS
+from hf_efficient.kernels.linear.rounded_inputs import round_inputs
+
+
+__all__ = ["ROUNDED_COLUMNS", "TransformedFormat"]
 
 
 @dataclass(frozen=True)
 class TransformedFormat(Format):
-    """y = rotate(x[input_order] * input_scale) @ Wq^T, with Wq in the format `inner`.
+    """y = round(rotate(x[input_order] * input_scale)) @ Wq^T, with Wq in the format `inner`.
 
     Each flag adds a canonical tensor: "input_order" int32 [K], "input_scale" [K] in the weight's dtype, and for
-    `rotation` "rotation_signs" int8 [K], the random signs before the Hadamard transform.
+    `rotation` "rotation_signs" int8 [K], the random signs before the Hadamard transform. `input_bits`, where it is not
+    None, is what the input is rounded to (`kernels.linear.rounded_inputs`), which keeps no tensor.
     """
 
     inner: Format
     input_scale: bool = False
     rotation: bool = False
     input_order: bool = False
+    input_bits: int | None = None
 
     @property
     def adopted(self) -> bool:
@@ -64,6 +71,13 @@ class TransformedFormat(Format):
             weight = weight.gather(-1, places.expand(weight.shape))
         return weight.to(dtype)
 
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """The transformed input x [..., K] as the weight multiplies it. Gradients pass the rounding."""
+        if self.input_bits is None:
+            return x
+        rounded = round_inputs(x.detach(), self.input_bits)
+        return x + (rounded - x.detach()) if x.requires_grad else rounded
+
     def layout(self, tensors, in_features, dtype):
         return _TransformedLayout(self, tensors, self.inner.layout(tensors, in_features, dtype), in_features)
 
@@ -94,7 +108,7 @@ class _TransformedLayout(Layout):
             x = x * self.input_scale
         if self.signs is not None:
             x = rotate(x, self.signs)
-        return self.inner.matmul(x, bias)
+        return self.inner.matmul(self.format.rounded(x), bias)
 
     def dequantize(self):
         return self.format.dequantize({**self.stored, "qweight": self.canonical()}, self.in_features, self.dtype)

@@ -7,7 +7,7 @@ import torch
 from hf_efficient.formats.base import Format
 from hf_efficient.kernels.linear.native_trellis import NativeTrellisLayout
 from hf_efficient.kernels.linear.trellis import TrellisTritonLayout
-from hf_efficient.kernels.linear.trellis_codes import bands, pack_trellis, unpack_trellis
+from hf_efficient.kernels.linear.trellis_codes import BAND, bands, pack_trellis, sequences, unpack_trellis
 from hf_efficient.kernels.linear.trellis_search import search
 
 
@@ -49,6 +49,10 @@ class TrellisFormat(Format):
         inverse = torch.where(inverse.isfinite(), inverse, 0)
         codes, values = search((weight.float() * inverse).t().contiguous(), self.bits)
         return codes.t(), values.t() * scale
+
+    def sequences(self, out_features: int) -> list[int]:
+        """The first row of each sequence of a column, and the number of rows."""
+        return [BAND * band for band in sequences(out_features)[:-1]] + [out_features]
 
     def pack(self, codes: torch.Tensor) -> torch.Tensor:
         """uint8 codes [rows, K] of whole bands -> qweight."""

@@ -25,10 +25,10 @@ class LinearInputs:
     Attributes:
         count: number of rows.
         absmax: float32 [K], the largest |x|.
-        gradient, fisher: float32 [N, K], see `LinearGradients`; None where calibration did not compute them.
+        gradient, fisher, output_hessian: see `LinearGradients`; None where calibration did not compute them.
     """
 
-    gradient = fisher = None
+    gradient = fisher = output_hessian = None
 
     def __init__(self, in_features: int, hessian: bool = True, name: str = "", device=None):
         self.name, self.count = name, 0
@@ -45,7 +45,8 @@ class LinearInputs:
 
     @property
     def hessian(self) -> torch.Tensor | None:
-        """float32 [K, K], the sum over rows of x^T x, not divided by `count`; None when it was not asked for."""
+        """float32 [K, K], the sum over rows of x^T x, times the row's weight where rows have one, not divided by
+        `count`; None when it was not asked for."""
         if not self._mirrored:
             for start in range(0, self.in_features, _PANEL):
                 stop = min(start + _PANEL, self.in_features)
@@ -66,8 +67,9 @@ class LinearInputs:
         return self._sum_square / max(self.count, 1)
 
     @torch.no_grad()
-    def update(self, x: torch.Tensor) -> None:
-        """Adds the rows of x [..., K], of any float dtype.
+    def update(self, x: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+        """Adds the rows of x [..., K], of any float dtype. weights: float32 [...], 0 and above, of the rows in the
+        hessian alone.
 
         Raises:
             ValueError: for another width, or NaN or infinity among the rows; names the layer.
@@ -90,12 +92,14 @@ class LinearInputs:
             )
         self.count += len(rows)
         if self._hessian is not None:
+            if weights is not None:
+                rows = rows.float() * weights.to(rows.device).reshape(-1, 1).sqrt()
             for chunk in rows.split(_ROWS_AT_ONCE):
                 self._add_products(chunk)
             self._mirrored = False
 
     def _add_products(self, rows: torch.Tensor) -> None:
-        with _bfloat16_products(rows.dtype is torch.bfloat16 and rows.device.type == "cpu"):
+        with bfloat16_products(rows.dtype is torch.bfloat16 and rows.device.type == "cpu"):
             rows = rows.float()
             for start in range(0, self.in_features, _PANEL):
                 panel = self._hessian[start : start + _PANEL, start:]
@@ -119,6 +123,7 @@ class LinearInputs:
         """These statistics (shared, not copied) with the `gradient` and `fisher` of one weight."""
         new = copy.copy(self)
         new.gradient, new.fisher = gradients.gradient, gradients.fisher
+        new.output_hessian = gradients.output_hessian
         return new
 
     def rotated(self, rotate: Callable[[torch.Tensor], torch.Tensor]) -> "LinearInputs":
@@ -128,6 +133,7 @@ class LinearInputs:
         rotate: applies an orthogonal matrix to rows [..., K]."""
         new = LinearInputs(self.in_features, hessian=False, name=self.name, device=self.absmax.device)
         new.count, new.absmax = self.count, torch.full_like(self.absmax, math.nan)
+        new.output_hessian = self.output_hessian
         new._hessian, new._mirrored = rotate(rotate(self.hessian).t().contiguous()), False
         new._sum_square = new._hessian.diagonal().clone()
         new._sum_abs = (new._sum_square * self.count * (2 / math.pi)).sqrt()
@@ -137,7 +143,7 @@ class LinearInputs:
         """The statistics of the rows x * scale; scale: [K]."""
         scale = scale.float()
         new = LinearInputs(self.in_features, hessian=False, name=self.name, device=self.absmax.device)
-        new.count = self.count
+        new.count, new.output_hessian = self.count, self.output_hessian
         new.absmax = self.absmax * scale.abs()
         new._sum_abs = self._sum_abs * scale.abs()
         new._sum_square = self._sum_square * scale.square()
@@ -146,7 +152,7 @@ class LinearInputs:
         return new
 
 
-class _bfloat16_products:
+class bfloat16_products:
     """Inside, if `enabled`, the CPU multiplies float32 matrices with bfloat16 instructions, 2 to 3 times as fast. Exact
     for matrices that hold bfloat16 values: sums are float32."""
 

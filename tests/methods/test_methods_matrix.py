@@ -111,7 +111,8 @@ def test_a_method_from_loading_to_dequantizing(method, architecture, folders, tm
         count, kept = target.competitors(*mask.shape)
         assert (mask.reshape(-1, count).sum(1) == kept).all(), f"{name}: every group keeps as many as asked for"
         assert (weight[~mask] == 0).all(), f"{name}: zeros stay zeros"
-    if METHODS[method]["quant_method"] in ("efficient_weight_only", "efficient_sparse"):
+    rounds_inputs = "activation_bits" in METHODS[method]
+    if METHODS[method]["quant_method"] in ("efficient_weight_only", "efficient_sparse") and not rounds_inputs:
         assert_close(logits(plain), got, 1e-3, 0.02, "the same weights, summed and transformed in another order")
 
 

@@ -41,6 +41,8 @@ def _no_target(layer: Layer) -> str | None:
     if layer.transposed:
         return "a Conv1D, where other engines quantize nn.Linear only"
     if isinstance(format, TransformedFormat):
+        if format.input_bits:
+            return f"its input is rounded to {format.input_bits} bits (activation_bits), which their layouts do not say"
         if format.rotation:
             return "its input is rotated while the model runs (rotate=True), which other engines do not do"
         if format.input_scale:

@@ -120,7 +120,10 @@ class CodedLinear(nn.Linear):
             x = x.index_select(-1, self.transform["input_order"].long())
         if "input_scale" in self.transform:
             x = x * self._input_scale().to(x.dtype)
-        return rotate(x, self.transform["rotation_signs"].to(x.dtype)) if "rotation_signs" in self.transform else x
+        if "rotation_signs" in self.transform:
+            x = rotate(x, self.transform["rotation_signs"].to(x.dtype))
+        rounded = getattr(self.format, "rounded", None)
+        return x if rounded is None else rounded(x)
 
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K], rounded to 8 bits as the format rounds it; columns that it does not round stay."""
