@@ -126,7 +126,8 @@ def counted(case: kernel_counts.Case, machine: Machine) -> tuple[float, str]:
 def predict(row: Row, case: kernel_counts.Case, machine: Machine) -> dict:
     numbers = numbers_of(row)
     instructions, counted_on = counted(case, machine)
-    tokens_again = 2 * row.rows * numbers / rows_of_a_program(row, machine) if row.kind == "linear" else 0.0
+    width = 1 if row.case.startswith("W8A8") else 2  # bytes of an input
+    tokens_again = width * row.rows * numbers / rows_of_a_program(row, machine) if row.kind == "linear" else 0.0
     parts = {
         "memory": numbers * row.bits / 8 / machine.copy,
         "instructions": numbers * instructions / (machine.lanes * ISSUED),
