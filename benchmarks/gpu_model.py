@@ -99,8 +99,10 @@ ROWS = [
 ]
 
 
-# rows of a weight that one program has: it reads all tokens
-BLOCK_N = {"W4A16, up to 64 rows": launch_configs.WIDE_64.block_n}
+def rows_of_a_program(row: Row, machine: Machine) -> int:
+    """Of the weight; it reads all tokens."""
+    is_wide = row.case == "W4A16, up to 64 rows" and machine.target != "sm_89"
+    return launch_configs.WIDE_64.block_n if is_wide else 64
 
 
 def numbers_of(row: Row) -> float:
@@ -124,7 +126,8 @@ def counted(case: kernel_counts.Case, machine: Machine) -> tuple[float, str]:
 def predict(row: Row, case: kernel_counts.Case, machine: Machine) -> dict:
     numbers = numbers_of(row)
     instructions, counted_on = counted(case, machine)
-    tokens_again = 2 * row.rows * numbers / BLOCK_N.get(row.case, 64) if row.kind == "linear" else 0.0
+    width = 1 if row.case.startswith("W8A8") else 2  # bytes of an input
+    tokens_again = width * row.rows * numbers / rows_of_a_program(row, machine) if row.kind == "linear" else 0.0
     parts = {
         "memory": numbers * row.bits / 8 / machine.copy,
         "instructions": numbers * instructions / (machine.lanes * ISSUED),

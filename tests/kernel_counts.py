@@ -33,14 +33,15 @@ from hf_efficient.kernels.flash_paged import config, forward_hopper
 class Case:
     """One kernel as it is launched.
 
-    build: target -> the compiled kernel. per_loop: numbers that a program reads in one round of its loop. threads: of
-    a program. unit: what is counted. budget, held: thread instructions a number on sm_90 (budget None: none was set).
+    build: target -> the compiled kernel. per_loop: numbers that a program reads in one round of its loop. threads: of a
+    program. Both may be functions of the target. unit: what is counted. budget, held: thread instructions a number on
+    sm_90 (budget None: none was set).
     """
 
     name: str
     build: Callable[[str], Compiled]
-    per_loop: float
-    threads: int
+    per_loop: float | Callable[[str], float]
+    threads: int | Callable[[str], int]
     unit: str
     budget: float | None
     held: tuple[float, float]
@@ -52,7 +53,8 @@ class Case:
 
     def instructions(self, target: str) -> float:
         """Thread instructions of the loop a number."""
-        return len(self.loop(target)) * self.threads / self.per_loop
+        numbers, threads = (x(target) if callable(x) else x for x in (self.per_loop, self.threads))
+        return len(self.loop(target)) * threads / numbers
 
     def compiled(self, target: str) -> Compiled:
         return _compiled(self, target)
@@ -84,12 +86,21 @@ def _decode(name: str | None, page: int, budget: float, held: tuple[float, float
 
 def _weights(bits: int, tokens: int, budget: float | None, held: tuple[float, float]) -> Case:
     """Groups of 64 with zero points."""
-    tile = launch_configs.choose_tile(tokens, False, bits, launch_configs.WIDE_ROWS)
+
+    def tile(target):
+        rows = launch_configs.WIDE_ROWS if target in ("sm_80", "sm_90") else 0
+        return launch_configs.choose_tile(tokens, False, bits, rows)
+
+    def weights(target):
+        of_tile = tile(target)
+        columns = 256 if bits == 3 else 128 * launch_configs.steps_a_round(of_tile.block_m, bits)
+        return of_tile.block_n * columns
+
     return Case(
         f"W{bits}A16, up to {tokens} rows",
         lambda target: test_efficient_linear_aot.compile_linear(target, tokens, bits=bits),
-        tile.block_n * (256 if bits == 3 else 128 * launch_configs.steps_a_round(tile.block_m, bits)),
-        32 * tile.num_warps,
+        weights,
+        lambda target: 32 * tile(target).num_warps,
         "a weight",
         budget,
         held,

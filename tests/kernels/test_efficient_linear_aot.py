@@ -28,7 +28,7 @@ def compile_linear(
 ):
     """As weight_only_linear launches it for even K, with bias, K split, and the groups of a row side by side;
     `constants` replaces run-time arguments by values."""
-    is_plain = kernel is None and not lookup and target != "gfx942"
+    is_plain = kernel is None and not lookup and target in ("sm_80", "sm_90", "sm_100")
     tile = launch_configs.choose_tile(tokens, dtype == "fp32", bits, launch_configs.WIDE_ROWS if is_plain else 0)
     kernel = kernel or (FEW if tile.programs_per_processor else MANY)
     constexprs = dict(BITS=bits, GROUP=group, ASYMMETRIC=asymmetric, HAS_BIAS=True, EVEN_K=True, SPLIT=True)

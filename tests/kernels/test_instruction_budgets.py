@@ -46,7 +46,7 @@ def test_tokens_are_read_again_no_more_than_weights():
 
 
 @pytest.mark.parametrize("target", LARGEST_BLOCK)
-@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[6], CASES[9]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[6], CASES[9], CASES[11]], ids=lambda case: case.name)
 def test_other_cards(case, target):
     compiled = case.compiled(target)
     assert (compiled.local_bytes == 0 or case.name.startswith("decode")) and compiled.shared <= LARGEST_BLOCK[

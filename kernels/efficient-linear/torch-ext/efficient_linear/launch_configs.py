@@ -29,9 +29,9 @@ SIXTEEN_BIT_INPUT = {
     64: Tile(64, 64, 4, 3, 3),
     256: Tile(128, 64, 8, 3),
 }
-# Of 33 to 64 tokens and many rows, 4 or 8 bits, on NVIDIA's GPUs. All tokens are read from the L2 cache again for every
-# BLOCK_N rows: with 256 rows as much as 4-bit weights from memory, with 64 four times as much. More rows have no
-# registers.
+# Of 33 to 64 tokens and many rows, 4 or 8 bits, where it fits the registers. All tokens are read from the L2 cache
+# again for every BLOCK_N rows: with 256 rows as much as 4-bit weights from memory, with 64 four times as much. More
+# rows have no registers.
 WIDE_64 = Tile(256, 64, 8, 3, 1)
 WIDE_ROWS = 2048
 # float32 has no exact matrix instruction: plain multiply-adds, small tiles, for comparison rather than for speed

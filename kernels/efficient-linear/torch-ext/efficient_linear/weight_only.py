@@ -26,6 +26,11 @@ def quads(device: torch.device) -> bool:
     return PTX and torch.cuda.get_device_capability(device)[0] in (8, 12)
 
 
+def _has_wide_tiles(device: torch.device) -> bool:
+    """Whether `launch_configs.WIDE_64` fits the registers: compiled for 8.6, 8.9 and 12.0 it spills."""
+    return INTERPRETED or (PTX and torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0)))
+
+
 def _check_device(packed: torch.Tensor) -> None:
     if packed.device.type != "cuda" and not INTERPRETED:
         raise ValueError(
@@ -178,7 +183,7 @@ def _multiply(x, packed, scale, zero_point, bias, codebook=None, *, bits, group_
     out = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
-    rows = out_features if codebook is None and not torch.version.hip else 0
+    rows = out_features if codebook is None and _has_wide_tiles(x.device) else 0
     tile = choose_tile(tokens, x.dtype == torch.float32, bits, rows)
     row_blocks, token_blocks = triton.cdiv(out_features, tile.block_n), triton.cdiv(tokens, tile.block_m)
     tensors = (x, packed, scale, zero_point, codebook, bias, out)
