@@ -16,6 +16,8 @@ from hf_efficient.compression.recovery.optimizers import make_optimizer
 from hf_efficient.compression.recovery.options import RecoveryOptions
 from hf_efficient.compression.recovery.progress import Budget, HeldOut, WarmUpQuantization
 from hf_efficient.compression.recovery.trainer import DistillationTrainer
+from hf_efficient.kernels.attention.products import FastAttention
+from hf_efficient.kernels.native.heap import freed_memory_kept
 
 
 SAVE_EVERY = 50  # steps between two checkpoints
@@ -61,7 +63,7 @@ def train(
             **more,
         )
         training.remove_callback(PrinterCallback)
-        with _checkpointing(trained, options.gradient_checkpointing):
+        with _checkpointing(trained, options.gradient_checkpointing), FastAttention(), freed_memory_kept():
             training.train(resume_from_checkpoint=_last_checkpoint(options.checkpoint_dir))
     state = training.state
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
