@@ -266,7 +266,8 @@ def test_a_draft_model_learns_and_drafts(teacher, how, tmp_path, monkeypatch):
     writers, write = [], written.sample
     monkeypatch.setattr(written, "sample", lambda model, *args: writers.append(model) or write(model, *args))
     draft = train_draft(target, tokenizer, tmp_path / "draft", "model", **arguments, **how)
-    assert writers[0] is target and sum(model is draft for model in writers) >= 10  # a half of the steps: on-policy
+    assert writers[0] is target
+    assert sum(model is draft for model in writers) == 8  # in a half of the 17 steps the draft writes: on-policy
     assert draft.config.num_hidden_layers == 1 and 0 < draft.expected_acceptance <= 1
     if "draft" in how:
         assert draft.expected_acceptance > before

@@ -64,7 +64,7 @@ def test_attention_reads_old_tokens_from_pages():
             x[:, :, 32:count] = old[:, :, 32:count]
         expected = F.scaled_dot_product_attention(q[:, :, t : t + 1], *both, enable_gqa=True)
         assert torch.allclose(out[:, :, t : t + 1], expected, atol=1e-6), t
-    gradients = torch.autograd.grad(out.square().sum(), leaves)
+    gradients = torch.autograd.grad(out.square().sum(), leaves[1:])
     assert all(gradient.abs().sum((0, 1, 3)).gt(0).all() for gradient in gradients)  # they pass the rounding
 
 
@@ -79,7 +79,10 @@ def test_the_student_learns_with_pages_and_the_teacher_has_none(monkeypatch):
     layers = teacher.config.num_hidden_layers
     assert len(calls) == 2 * layers * 2  # keys and values of the student, two steps
     assert losses["auto"] == losses["int2"] < 1e-9 < losses["fp8"]  # 24 tokens are all new ones
+    how |= {"kv_format": "fp8", "gradient_checkpointing": True}
+    again = recover(copy.deepcopy(teacher), teacher, tokens, **how)["loss"]
+    assert abs(again - losses["fp8"]) < 0.05 * losses["fp8"]  # layers are computed again under the same rounding
     eager = copy.deepcopy(teacher)
     eager.set_attn_implementation("eager")
     with pytest.raises(ValueError, match="kv_format='int8': LlamaForCausalLM has attn_implementation='eager'"):
-        recover(eager, teacher, tokens, kv_format="int8", **how)
+        recover(eager, teacher, tokens, **{**how, "kv_format": "int8"})
