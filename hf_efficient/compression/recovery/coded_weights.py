@@ -2,8 +2,6 @@
 rounding straight through, and the scales are learned along (LSQ, https://arxiv.org/abs/1902.08153; LLM-QAT,
 https://arxiv.org/abs/2305.17888)."""
 
-from collections.abc import Callable, Iterator
-
 import torch
 from torch import nn
 
@@ -16,7 +14,6 @@ from hf_efficient.formats.ternary import TernaryFormat
 from hf_efficient.formats.trellis import TrellisFormat
 
 
-_AT_ONCE = 1 << 17  # weights that are rounded at once on a CPU
 SCALE_RATE = 2.0  # learning rate of the logarithm of a scale, in units of the weights' rate
 
 
@@ -154,19 +151,6 @@ class CodedWeight(nn.Module):
         codes = (scale - self.start["scale_mean"]) / torch.where(step == 0, 1, step)
         return {"scale_codes": codes.round_().add_(128).clamp_(0, 255).to(torch.uint8)}
 
-    def parts(self, split: torch.Tensor) -> Iterator[tuple[Callable, object]]:
-        """Blocks `split` [rows of blocks, height, columns of blocks, width] some at a time, so that what is computed
-        of them stays in a core's cache: a function that takes the same part of what has that shape or broadcasts
-        against it, and the grid of the part."""
-        axis = 0 if len(split) > 1 else 1
-        step = max(1, _AT_ONCE * split.shape[axis] // max(1, split.numel()))
-        if split.device.type != "cpu" or not hasattr(self.grid, "part"):
-            step = max(1, split.shape[axis])
-        for start in range(0, split.shape[axis], step):
-            count = min(step, split.shape[axis] - start)
-            at = lambda x: x if x.shape[axis] == 1 else x.narrow(axis, start, count)  # noqa: B023, E731
-            yield at, self.grid.part(at) if hasattr(self.grid, "part") else self.grid
-
     def _use_table(self) -> None:
         if self.table is not None:
             self.grid.table = self.table.detach().to(self.dtype).float()
@@ -180,50 +164,41 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, log_scale, table, coded, dtype):
         coded._use_table()
-        scale = Blocks.scale(coded.stored_scale())
-        split, inverse = coded.blocks.split(weight), _inverse(scale)
-        rounded = weight.new_empty(split.shape, dtype=dtype)
-        codes = weight.new_empty(split.shape) if table is not None else None
-        for at, grid in coded.parts(split):
-            found = grid.nearest(at(split) * at(inverse))
-            if codes is not None:
-                at(codes).copy_(found)
-            at(rounded).copy_(grid.weights(found, at(scale), dtype))
-        rounded = coded.blocks.join(rounded)
+        blocks, grid, scale = coded.blocks, coded.grid, Blocks.scale(coded.stored_scale())
+        codes = grid.nearest(_divided(blocks.split(weight), scale))
+        rounded = blocks.join(grid.weights(codes, scale, dtype))
         if coded.mask is not None:
             rounded = rounded * coded.mask
         if coded.kept is not None:
             rounded[:, coded.kept] = weight[:, coded.kept].to(dtype)
-        ctx.coded, ctx.scale, ctx.inverse = coded, scale, inverse
-        ctx.save_for_backward(weight, rounded, codes)
+        ctx.coded, ctx.scale = coded, scale
+        ctx.save_for_backward(weight, rounded, codes if table is not None else None)
         return rounded
 
     @staticmethod
     def backward(ctx, gradient):
         weight, rounded, codes = ctx.saved_tensors
-        coded, blocks = ctx.coded, ctx.coded.blocks
+        coded, scale, blocks, grid = ctx.coded, ctx.scale, ctx.coded.blocks, ctx.coded.grid
+        gradient = gradient.float()
         if coded.mask is not None:
             gradient = gradient * coded.mask
         own = gradient if coded.kept is None else gradient.index_fill(1, coded.kept, 0)
-        weights, gradients, values = blocks.split(weight), blocks.split(own), blocks.split(rounded)
-        passed = torch.empty_like(weights, memory_format=torch.contiguous_format)
-        error = weight.new_empty(len(weights), weights.shape[1], weights.shape[2])
-        for at, grid in coded.parts(weights):
-            slope, before = at(gradients).float(), at(weights)
-            position = grid.shifted(before * at(ctx.inverse))
-            inside = torch.ops.aten.hardtanh_backward(slope, position, *grid.bounds)
-            at(error).copy_((at(values) * slope).addcmul_(inside, before, value=-1).sum(3))
-            at(passed).copy_(slope if coded.passes_all else inside)
-        log_scale, table = error.sum(1).sum_to_size(coded.scale.shape), None
+        split = blocks.split(own)
+        position = grid.shifted(_divided(blocks.split(weight), scale))
+        inside = torch.ops.aten.hardtanh_backward(split, position, *grid.bounds)
+        passed = split if coded.passes_all else inside
+        error = blocks.split(rounded.float() * own)
+        log_scale = error.addcmul_(inside, blocks.split(weight), value=-1).sum((1, 3)).sum_to_size(coded.scale.shape)
+        table = None
         if codes is not None:
             rows = len(coded.table)
             flat = codes.flatten(2).flatten(0, 1).long()
-            each = (gradients * ctx.scale).flatten(2).flatten(0, 1)
+            each = (split * scale).flatten(2).flatten(0, 1)
             table = torch.zeros(len(flat), coded.table.shape[1], device=flat.device).scatter_add_(1, flat, each)
             table = table if rows > 1 else table.sum(0, keepdim=True)
         passed = blocks.join(passed)
         if coded.kept is not None:
-            passed[:, coded.kept] = gradient[:, coded.kept].float()
+            passed[:, coded.kept] = gradient[:, coded.kept]
         return passed, log_scale, table, None, None
 
 
@@ -273,12 +248,8 @@ def _unpacked(format, tensors: dict[str, torch.Tensor], columns: int) -> torch.T
 
 def _divided(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """x / scale, 0 where the scale is 0; new memory."""
-    return x * _inverse(scale)
-
-
-def _inverse(scale: torch.Tensor) -> torch.Tensor:
     inverse = 1 / scale
-    return torch.where(inverse.isfinite(), inverse, 0)
+    return x * torch.where(inverse.isfinite(), inverse, 0)
 
 
 def _cleared(codes: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,6 @@
 Grids are those of the formats: symmetric ones, ones with integer or float zero points (with a zero point of 1.5 the
 balanced grid of 2 bits of ParetoQ, https://arxiv.org/abs/2502.02631), ternary ones, tables, and float8."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -63,12 +62,6 @@ class StepGrid:
     def __init__(self, low: int, high: int, zero, work: torch.dtype | None = None, minimum=None):
         self.low, self.high, self.zero, self.work, self.minimum = low, high, zero, work, minimum
         self.bounds = low - 0.5, high + 0.5
-
-    def part(self, at: Callable[[torch.Tensor], torch.Tensor]) -> "StepGrid":
-        """The grid of some of the weights. at: takes their part of what broadcasts against all of them."""
-        zero = at(self.zero) if isinstance(self.zero, torch.Tensor) else self.zero
-        minimum = None if self.minimum is None else at(self.minimum)
-        return StepGrid(self.low, self.high, zero, self.work, minimum)
 
     def shifted(self, x: torch.Tensor) -> torch.Tensor:
         """x, which is not used any more, as positions on the grid, of which `bounds` cut some off."""
