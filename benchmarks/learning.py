@@ -1,7 +1,7 @@
 """What does training under codes and masks give back, and what does each loss of distillation give at equal minutes?
 
     python benchmarks/learning.py [--rows GLOB ...] [--minutes 20 | --steps N] [--start-windows 128] [--starts FOLDER]
-        [--checkpoints FOLDER] [--output FILE]
+        [--checkpoints FOLDER] [--seed 0] [--output FILE]
     python benchmarks/learning.py --table          # the table of what has been measured
 
 Model, measured texts and calibration text are those of `benchmarks/quality.py`, the text that is trained on is that of
@@ -34,14 +34,17 @@ STARTS = {
     "int3 g64": lambda tokens: weight_only(tokens, bits=3, group_size=64, method="gptq", refine=True),
     "int3 g64 fast": lambda tokens: weight_only(None, bits=3, group_size=64, quality="fast"),
     "int4 g64": lambda tokens: weight_only(tokens, bits=4, group_size=64, method="mse"),
+    "50 %": lambda tokens: sparse(tokens, sparsity=0.5, method="alps", refine=True),
     "2:4": lambda tokens: sparse(tokens, pattern="2:4", method="alps", refine=True),
     "2:4 int4": lambda tokens: sparse(tokens, pattern="2:4", method="sparsegpt", weights=dict(bits=4, method="gptq")),
     "half the layers": lambda tokens: smaller(tokens, num_hidden_layers=15),
+    "0.75 width": lambda tokens: smaller(tokens, intermediate_size=1152),
 }
 # name -> (start, function, arguments)
 ROWS = {
-    **{name: (name, "recover", {}) for name in STARTS if name != "half the layers"},
+    **{name: (name, "recover", {}) for name in STARTS if name not in ("half the layers", "0.75 width")},
     "ternary": (None, "to_bitnet", {}),
+    "0.75 width": ("0.75 width", "distill", {}),
     **{
         f"half the layers, {name}": ("half the layers", "distill", options)
         for name, options in {
@@ -51,6 +54,7 @@ ROWS = {
             "skewed reverse": {"divergence": "skewed_reverse"},
             "Jensen-Shannon": {"divergence": "jensen_shannon"},
             "hidden states": {"hidden_states": 1.0},
+            "relations": {"relations": 1.0},
             "on-policy": {"on_policy": 0.5, "divergence": "reverse"},
         }.items()
     },
@@ -160,6 +164,7 @@ def main() -> None:
     parser.add_argument("--start-windows", type=int, default=128, help="of calibration, for what rows start from")
     parser.add_argument("--starts", type=Path, help="folder of models to start from (default: a temporary one)")
     parser.add_argument("--checkpoints", type=Path, help="folder that keeps the state of trainings")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the windows; others name their rows")
     parser.add_argument("--save-every", type=int, default=50, help="steps between two checkpoints")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
@@ -170,22 +175,23 @@ def main() -> None:
     training = training_tokens(tokenizer, scored["wikipedia"])
     training = training[torch.randperm(len(training), generator=torch.Generator().manual_seed(0))]
     budget = {"minutes": options.minutes} if options.steps is None else {"steps": options.steps}
-    budget |= {"batch_size": options.batch_size, "learning_rate": options.learning_rate}
+    budget |= {"batch_size": options.batch_size, "learning_rate": options.learning_rate, "seed": options.seed}
     recovery_training.SAVE_EVERY = options.save_every
     teacher = harness.load()
     dense, done = scores_of(teacher, "dense", scored, options.starts), harness.read(options.output, {})
     with tempfile.TemporaryDirectory() as scratch:
         for name in harness.matching(ROWS, options.rows):
             load, starts = os.getloadavg()[1], options.starts or Path(scratch)
-            kept = options.checkpoints and options.checkpoints / name.replace(" ", "-").replace(":", "of")
+            shown_name = name if options.seed == 0 else f"{name}, seed {options.seed}"
+            kept = options.checkpoints and options.checkpoints / shown_name.replace(" ", "-").replace(":", "of")
             own = budget | {"checkpoint_dir": None if kept is None else str(kept)}
             row = measure(name, teacher, dense, calibration, scored, training, starts, options.starts, own)
             row |= {"start_windows": options.start_windows, "training_windows": list(training.shape)}
             row |= {"load_average_before": load, "load_average_after": os.getloadavg()[1]}
-            done[name] = {**row, "environment": environment.describe()}
+            done[shown_name] = {**row, "environment": environment.describe()}
             harness.write(options.output, done)
             shown = ", ".join(f"{text} {row[text]['perplexity']:.2f}" for text in scored)
-            print(f"{name}: {shown} in {row['wall_seconds']:.0f} s, {row['tokens']} tokens", flush=True)
+            print(f"{shown_name}: {shown} in {row['wall_seconds']:.0f} s, {row['tokens']} tokens", flush=True)
     return None
 
 

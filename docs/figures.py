@@ -261,9 +261,8 @@ def learning() -> str:
     """What training under codes and masks gives back."""
     rows = []
     for name, row in load("learning").items():
-        cells = [
-            f"{row[text][key]:.2f}" for text in ("wikipedia", "news") for key in ("perplexity_before", "perplexity")
-        ]
+        values = [row[text][key] for text in ("wikipedia", "news") for key in ("perplexity_before", "perplexity")]
+        cells = ["" if value is None else f"{value:.2f}" for value in values]
         rows.append([name, str(row["tokens"]), f"{row['cpu_seconds'] / 60:.0f}", *cells])
     dense = next(iter(load("learning").values()))
     whole = [f"{dense[text]['perplexity_dense']:.2f}" for text in ("wikipedia", "news")]

@@ -28,6 +28,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--max-new-tokens", type=at_least(1), help="of an answer (default 256)")
     command.add_argument("--on-policy", type=share("[0, 1]"), help="share of steps on text that the student writes")
     command.add_argument("--hidden-states", type=positive, help="weight of the error of hidden states")
+    command.add_argument("--relations", type=positive, help="weight of the divergence of attention relations")
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -37,7 +38,7 @@ def run(options: argparse.Namespace) -> Result:
         ValueError: for arguments that are not allowed, before a model is loaded where they show.
     """
     output, texts = check_output("--output", options.output), training_options.texts_of(options)
-    more = "max_new_tokens", "on_policy", "hidden_states"
+    more = "max_new_tokens", "on_policy", "hidden_states", "relations"
     training, shape = training_options.training_arguments(options, *more), given_options(options, SIZES.values())
     if (options.student is None) == (not shape):
         raise ValueError(f"give --student, or the sizes that it shall have ({', '.join(SIZES)}), not both")

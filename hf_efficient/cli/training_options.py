@@ -18,7 +18,7 @@ KEYS = {
 NAMES = (
     *("minutes", "steps", "sequence_length", "batch_size", "learning_rate"),
     *("divergence", "text_share", "checkpoint_dir", "optimizer", "memory_gb"),
-    *("gradient_checkpointing", "warm_up"),
+    *("gradient_checkpointing", "warm_up", "kv_format", "plot"),
 )
 
 
@@ -36,6 +36,8 @@ def add_arguments(command: argparse.ArgumentParser, writer: str) -> None:
     command.add_argument("--memory-gb", type=positive, help="what activations may take; a step is split to fit")
     command.add_argument("--gradient-checkpointing", action="store_true", default=None, help="takes less memory")
     command.add_argument("--warm-up", type=share("[0, 1]"), help="share of the time in which rounding sets in")
+    command.add_argument("--kv-format", help="of the pages that attention shall learn with: int8, fp8, int4 or int2")
+    command.add_argument("--plot", help="PNG file for the loss and the held-out perplexity over the steps")
     command.add_argument("--checkpoint-dir", help="folder where an interrupted training is resumed from")
 
 

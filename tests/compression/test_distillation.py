@@ -5,14 +5,17 @@ import copy
 import pytest
 import torch
 from helpers import tiny_model, tiny_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 import hf_efficient
 from hf_efficient import distill, recover, to_bitnet, train_draft
 from hf_efficient.calibration.divergence import SKEW, distillation_loss
+from hf_efficient.compression.distillation import student_trainer, written
 from hf_efficient.compression.distillation.draft_model import expected_acceptance
+from hf_efficient.compression.distillation.relations import relation_loss
 from hf_efficient.compression.distillation.student_trainer import Projections, StudentTrainer, hidden_loss
 from hf_efficient.compression.distillation.written import answers, continuations, pad
+from hf_efficient.compression.recovery import training
 from hf_efficient.compression.recovery.serving import serving
 from hf_efficient.compression.recovery.unpacking import discard, trained_linears, unpack
 
@@ -67,27 +70,77 @@ def test_hidden_loss_across_widths_is_its_definition(teacher):
     assert torch.allclose(hidden_loss(mine, others, projections, counted), expected)
 
 
+def test_relations_across_widths_are_their_definition():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 2, 5, 6), (2, 1, 5, 6), (2, 1, 5, 6)], [(2, 4, 5, 6), (2, 2, 5, 6), (2, 2, 5, 6)]
+    mine, others = ([torch.randn(shape, generator=generator) for shape in each] for each in shapes)
+    present = torch.ones(2, 5, dtype=torch.bool)
+    present[1, 3:] = False
+
+    def relations(x, heads, b, head, t):
+        rows = x[b].transpose(0, 1).flatten(1).double().chunk(heads, 1)[head]
+        return (rows[: t + 1] @ rows[t] / rows.shape[1] ** 0.5).log_softmax(0)
+
+    expected = []
+    for x, y, heads in zip(mine, others, (4, 2, 2)):  # of widths 12 and 24, and twice of 6 and 12
+        found = [
+            torch.nn.functional.kl_div(
+                relations(x, heads, b, head, t), relations(y, heads, b, head, t), log_target=True, reduction="sum"
+            )
+            for b, t in present.nonzero().tolist()
+            for head in range(heads)
+        ]
+        expected.append(torch.stack(found).mean())
+    assert torch.allclose(relation_loss(mine, others, present).double(), torch.stack(expected).mean(), rtol=1e-5)
+    assert relation_loss(mine, mine, present) == 0
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{"on_policy": 0.5, "divergence": "reverse"}, {"hidden_states": 1.0}, {"divergence": "jensen_shannon"}],
-    ids=str,
+    "options", [{"on_policy": 0.5, "divergence": "reverse"}, {"hidden_states": 1.0}, {"relations": 1.0}], ids=str
 )
 def test_a_student_of_another_shape_learns(teacher, options, monkeypatch):
     student = tiny_model("llama", torch.bfloat16, seed=1, hidden_size=48, num_hidden_layers=1, eos_token_id=None)
-    before, written = distillation_of(student, teacher), []
+    before, own, projections = distillation_of(student, teacher), [], []
     own_text = StudentTrainer._own_text
 
     def watched(self, model, inputs):
         made = own_text(self, model, inputs)
-        written.append(made is not inputs)
+        own.append(made is not inputs)
         return made
 
+    def hidden(mine, others, maps, counted):
+        projections.append(maps)
+        return hidden_loss(mine, others, maps, counted)
+
     monkeypatch.setattr(StudentTrainer, "_own_text", watched)
+    monkeypatch.setattr(student_trainer, "hidden_loss", hidden)
     learned, result = distill(student, teacher, TOKENS, steps=24, batch_size=4, learning_rate=5e-3, **options)
     assert learned is student and result["steps"] == 24
     assert distillation_of(student, teacher) < 0.9 * before
-    assert sum(written) == (12 if "on_policy" in options else 0)
+    assert sum(own) == (12 if "on_policy" in options else 0)
+    assert len(projections) == (24 if "hidden_states" in options else 0)
+    assert all(not torch.equal(each, torch.eye(64, 48)) for maps in projections for each in maps.maps)  # they learn
     assert not trained_linears(student) and not [name for name in student.state_dict() if "maps" in name]
+
+
+def test_an_interrupted_distillation_goes_on_to_the_same_bits(teacher, tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "SAVE_EVERY", 2)
+    students = [tiny_model("llama", torch.bfloat16, seed=1, hidden_size=48, eos_token_id=None) for _ in range(2)]
+    options = dict(on_policy=0.5, hidden_states=1.0, relations=1.0, **{**FAST, "steps": 6})
+    _, result = distill(students[0], teacher, TOKENS, **options)
+
+    class Stop(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        distill(students[1], teacher, TOKENS, checkpoint_dir=tmp_path, callbacks=[Stop()], **options)
+    assert not trained_linears(students[1]) and not hasattr(students[1], "distillation_projections")
+    _, again = distill(students[1], teacher, TOKENS, checkpoint_dir=tmp_path, **options)
+    assert again["loss"] == result["loss"]
+    states = [student.state_dict() for student in students]
+    assert states[0].keys() == states[1].keys() and all(torch.equal(states[0][n], states[1][n]) for n in states[0])
 
 
 @torch.no_grad()
@@ -204,13 +257,17 @@ def test_bitnet_learns_and_transformers_reads_it(teacher, norms, tmp_path):
 
 
 @pytest.mark.parametrize("how", [{"layers": 1}, {"draft": "small"}], ids=str)
-def test_a_draft_model_learns_and_drafts(teacher, how, tmp_path):
+def test_a_draft_model_learns_and_drafts(teacher, how, tmp_path, monkeypatch):
     tokenizer, target = tiny_tokenizer(), copy.deepcopy(teacher)
     if "draft" in how:
         how = {"draft": tiny_model("llama", torch.bfloat16, seed=3, num_hidden_layers=1, eos_token_id=None)}
         before = expected_acceptance(how["draft"], target, tokenizer, PROMPTS[:1], 24)
     arguments = dict(prompts=PROMPTS * 2, num_tokens=8 * 24, max_new_tokens=24, epochs=20, learning_rate=5e-3)
+    writers, write = [], written.sample
+    monkeypatch.setattr(written, "sample", lambda model, *args: writers.append(model) or write(model, *args))
     draft = train_draft(target, tokenizer, tmp_path / "draft", "model", **arguments, **how)
+    assert writers[0] is target
+    assert sum(model is draft for model in writers) == 8  # in a half of the 17 steps the draft writes: on-policy
     assert draft.config.num_hidden_layers == 1 and 0 < draft.expected_acceptance <= 1
     if "draft" in how:
         assert draft.expected_acceptance > before
@@ -230,6 +287,10 @@ def test_a_draft_model_learns_and_drafts(teacher, how, tmp_path):
         ({"texts": None, "prompts": ["a"]}, "no tokenizer"),
         ({"prompts": "abc", "texts": None}, "prompts='abc' is not supported"),
         ({"student": {"layers": 3}}, "arguments of prune_structure"),
+        ({"relations": -1}, "relations=-1 is not supported"),
+        ({"kv_format": "int3"}, "kv_format='int3' is not supported"),
+        ({"kv_format": "int4", "prompts": ["a"], "texts": None, "tokenizer": tiny_tokenizer()}, "hold padding"),
+        ({"plot": "run.pdf"}, "plot='run.pdf' is not supported"),
         ({"lora_rank": 4}, "lora_rank is not supported"),
         ({"optimizer": "sgd"}, "optimizer='sgd' is not supported"),
         ({"memory_gb": 1e-6}, "memory_gb=1e-06 is not supported: it must be a number of at least"),

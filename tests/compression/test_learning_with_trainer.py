@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import is_installed, tiny_model
+from helpers import is_installed, tiny_model, tiny_tokenizer
 from hub_directory import serving
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -75,12 +75,31 @@ def test_two_processes_give_the_result_of_one(folder, tmp_path):
 def test_fsdp_and_batches_that_do_not_divide_are_refused(folder, monkeypatch):
     model, teacher = pair(folder)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match="FSDP is not supported"):
+    with pytest.raises(ValueError, match="FSDP and FSDP2 are not supported"):
         recover(model, teacher, TOKENS, **FAST)
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
+    with pytest.raises(ValueError, match="FSDP and FSDP2 are not supported"):
+        recover(model, teacher, TOKENS, **FAST)
+    monkeypatch.delenv("PARALLELISM_CONFIG_DP_SHARD_SIZE")
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ValueError, match="batch_size=4: 3 processes share it"):
         recover(model, teacher, TOKENS, **FAST)
+
+
+def test_a_model_that_fsdp2_sharded_in_training_is_refused_and_comes_back(folder):
+    from torch.distributed.fsdp import fully_shard
+
+    model, teacher = pair(folder)
+    start = copy.deepcopy(model.state_dict())
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        with pytest.raises(ValueError, match="sharded .FSDP2"), hf_efficient.trainable(model, teacher):
+            fully_shard(model.model.layers[0].mlp, mesh=mesh)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert all(torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
 
 
 def test_micro_batches_and_checkpointing_change_no_more_than_rounding(folder):
@@ -180,6 +199,31 @@ def test_after_an_error_the_model_is_as_it_was(folder):
     assert all(torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # trl's own
+def test_trls_gkd_trainer_learns_under_codes(folder, tmp_path):
+    gkd = pytest.importorskip("trl.experimental.gkd", reason="needs trl", exc_type=ImportError)
+    datasets = pytest.importorskip("datasets")
+    (model, teacher), tokenizer = pair(folder), tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    start = copy.deepcopy(model.state_dict())
+    chat = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "abcabcabc"}]
+    arguments = gkd.GKDConfig(
+        str(tmp_path), max_steps=3, per_device_train_batch_size=2, lmbda=0.5, max_new_tokens=4, learning_rate=1e-3,
+        use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, logging_steps=1, save_strategy="no",
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    with hf_efficient.trainable(model, teacher):
+        given = dict(args=arguments, processing_class=tokenizer)
+        rows = datasets.Dataset.from_list([{"messages": chat}] * 8)
+        trainer = gkd.GKDTrainer(model, teacher_model=teacher, train_dataset=rows, **given)
+        trainer.train()
+    assert trainer.state.global_step == 3
+    assert any(not torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
+    again, _ = pair(folder)
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
+
+
 def test_adapters_learn_over_a_recovered_model(folder):
     peft = pytest.importorskip("peft")
     model, teacher = pair(folder)
@@ -195,7 +239,7 @@ def test_adapters_learn_over_a_recovered_model(folder):
     assert losses[-1] < losses[0]
 
 
-def test_the_held_out_text_and_the_minutes_left_are_told(folder):
+def test_the_held_out_text_and_the_minutes_left_are_told(folder, tmp_path):
     model, teacher = pair(folder)
     logged = []
 
@@ -204,7 +248,10 @@ def test_the_held_out_text_and_the_minutes_left_are_told(folder):
             logged.extend(entry for entry in state.log_history if "held_out_perplexity" in entry)
 
     tokens = torch.randint(3, 128, (40, 24), generator=torch.Generator().manual_seed(1))
-    result = recover(model, teacher, tokens, callbacks=[Watch()], **{**FAST, "steps": 20})
+    is_plotted = is_installed("matplotlib")
+    plot = {"plot": tmp_path / "plots" / "run.png"} if is_plotted else {}
+    result = recover(model, teacher, tokens, callbacks=[Watch()], **{**FAST, "steps": 20}, **plot)
+    assert not is_plotted or plot["plot"].read_bytes().startswith(b"\x89PNG")
     assert [entry["step"] for entry in logged] == list(range(2, 22, 2))
     assert result["perplexity"] == logged[-1]["held_out_perplexity"]
     nll = perplexity_of(model, tokens[-2:])

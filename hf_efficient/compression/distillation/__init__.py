@@ -8,11 +8,13 @@ import time
 import torch
 from torch import nn
 
+from hf_efficient.cache.stores.kv_formats import GROUPED
 from hf_efficient.calibration.data import model_inputs
 from hf_efficient.compression.distillation.student_trainer import Projections, StudentTrainer
 from hf_efficient.compression.distillation.written import answers, pad
 from hf_efficient.compression.recovery import check_models
 from hf_efficient.compression.recovery.options import RecoveryOptions, read_windows, split_windows
+from hf_efficient.compression.recovery.quantized_pages import check_attention
 from hf_efficient.compression.recovery.training import train
 from hf_efficient.compression.recovery.unpacking import trainable
 from hf_efficient.compression.structured_pruning import prune_structure
@@ -20,6 +22,7 @@ from hf_efficient.configs import CalibrationConfig
 from hf_efficient.configs.checks import check, is_collection_of, is_integer, is_number
 
 
+_PROJECTIONS = "distillation_projections"
 _OF_PRUNING = ("method", "remove", "shape", "calibration", "repair")
 
 
@@ -33,6 +36,7 @@ def distill(
     max_new_tokens: int = 256,
     on_policy: float = 0.0,
     hidden_states: float = 0.0,
+    relations: float = 0.0,
     sequence_length: int = 512,
     seed: int = 0,
     checkpoint_dir=None,
@@ -59,8 +63,11 @@ def distill(
         hidden_states: weight of the error of hidden states of four layers, relative to their mean square. Linear maps,
             which are thrown away, lead from the student's width to the teacher's (TinyBERT,
             https://arxiv.org/abs/1909.10351).
+        relations: weight of the divergence of attention relations of the last layers: queries, keys and values of any
+            number of heads (MiniLM, https://arxiv.org/abs/2002.10957 and https://arxiv.org/abs/2012.15828). Both models
+            need attn_implementation="sdpa".
         training: further arguments of `recover`: minutes or steps, batch_size, learning_rate, divergence, text_share,
-            optimizer, memory_gb, gradient_checkpointing, warm_up, callbacks.
+            optimizer, memory_gb, gradient_checkpointing, warm_up, callbacks, kv_format, plot.
 
     Returns:
         the student, and what `recover` returns. With padded answers the loss is the mean over the tokens of each
@@ -72,12 +79,21 @@ def distill(
     if "lora_rank" in training:
         raise ValueError("lora_rank is not supported: recover trains adapters")
     options = RecoveryOptions(sequence_length=sequence_length, seed=seed, checkpoint_dir=checkpoint_dir, **training)
-    _check(student, texts, tokenizer, prompts, max_new_tokens, on_policy, hidden_states)
+    _check(student, texts, tokenizer, prompts, max_new_tokens, on_policy)
+    for name, weight in (("hidden_states", hidden_states), ("relations", relations)):
+        check(is_number(weight) and weight >= 0, name, weight, "a number, 0 or more")
+    if options.kv_format in GROUPED and prompts is not None:
+        raise ValueError(
+            f"kv_format={options.kv_format!r} with prompts: groups of tokens would hold padding; give texts"
+        )
     start = time.perf_counter()
     if isinstance(student, dict):
         arguments = {"method": "shape" if "shape" in student else "llm_pruner", **student}
         student = prune_structure(teacher, tokenizer=tokenizer, **arguments)
     check_models(student, teacher)
+    if relations:
+        check_attention(student, "relations", relations)
+        check_attention(teacher, "relations", relations)
     if prompts is None:
         windows = read_windows(texts, tokenizer, sequence_length, teacher, checkpoint_dir, seed)
         model_inputs(CalibrationConfig(tokens=windows), None, student)  # checks the tokens and the length of a window
@@ -90,13 +106,18 @@ def distill(
         raise ValueError(f"batch_size={options.batch_size}: there are only {len(rows)} texts to learn from")
     run = {"windows": [len(rows), sum(int(row["input_ids"].sum()) for row in rows)], "on_policy": on_policy}
     run |= {**options.described(rows[0]["input_ids"][None]), **run, "hidden_states": hidden_states}
+    run |= {"relations": relations}
     was_training = student.training, teacher.training
     try:
         with trainable(student, teacher, keeps_codes=options.warm_up == 0):
             projections = Projections(student, teacher).to(student.device) if hidden_states else None
-            own = {"hidden_states": hidden_states, "on_policy": on_policy, "projections": projections, "seed": seed}
-            result = train(student, teacher, rows, held_out, options, run, StudentTrainer, data_collator=pad, **own)
+            if projections is not None:  # the student's, so that optimizer, checkpoints and DDP take them
+                student.add_module(_PROJECTIONS, projections)
+            own = dict(hidden_states=hidden_states, relations=relations, on_policy=on_policy, projections=projections)
+            own |= {"seed": seed, "data_collator": pad}
+            result = train(student, teacher, rows, held_out, options, run, StudentTrainer, **own)
     finally:
+        student._modules.pop(_PROJECTIONS, None)
         student.train(was_training[0])
         teacher.train(was_training[1])
     mean = sum(len(row["input_ids"]) for row in rows) / len(rows)
@@ -104,7 +125,7 @@ def distill(
     return student, {**result, "tokens": tokens, "seconds": time.perf_counter() - start}
 
 
-def _check(student, texts, tokenizer, prompts, max_new_tokens, on_policy, hidden_states) -> None:
+def _check(student, texts, tokenizer, prompts, max_new_tokens, on_policy) -> None:
     if isinstance(student, dict):
         unknown = sorted(set(student) - set(_OF_PRUNING))
         check(not unknown, "student", student, f"a model, or arguments of prune_structure: {_OF_PRUNING}")
@@ -116,4 +137,3 @@ def _check(student, texts, tokenizer, prompts, max_new_tokens, on_policy, hidden
             raise ValueError("prompts are given and no tokenizer: give one")
     check(is_integer(max_new_tokens, 1), "max_new_tokens", max_new_tokens, "an integer of at least 1")
     check(is_number(on_policy) and 0 <= on_policy <= 1, "on_policy", on_policy, "a number from 0 to 1")
-    check(is_number(hidden_states) and hidden_states >= 0, "hidden_states", hidden_states, "a number, 0 or more")

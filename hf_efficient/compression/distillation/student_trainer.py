@@ -1,9 +1,13 @@
-"""`Trainer` for distillation: the divergence from the teacher, hidden states, and text that the student writes."""
+"""`Trainer` for distillation: the divergence from the teacher, hidden states, attention relations, and text that the
+student writes."""
+
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hf_efficient.compression.distillation.relations import LastAttention, relation_loss
 from hf_efficient.compression.distillation.written import continuations
 from hf_efficient.compression.recovery.serving import serving
 from hf_efficient.compression.recovery.trainer import DistillationTrainer
@@ -18,13 +22,15 @@ class StudentTrainer(DistillationTrainer):
 
     Args:
         hidden_states: weight of `hidden_loss`.
+        relations: weight of `relation_loss` of the last layers.
         on_policy: share of the steps whose text the student writes itself, after the beginnings of the batch.
         seed: of what is written.
     """
 
-    def __init__(self, *args, hidden_states: float = 0.0, on_policy: float = 0.0, projections=None, seed=0, **kwargs):
+    def __init__(self, *args, hidden_states=0.0, relations=0.0, on_policy=0.0, projections=None, seed=0, **kwargs):
         super().__init__(*args, **kwargs)
-        self.hidden_states, self.on_policy, self.projections = hidden_states, on_policy, projections
+        self.hidden_states, self.relations, self.on_policy = hidden_states, relations, on_policy
+        self.projections, self._attended = projections, {}
         self.generator_seed, self._written, self._round = seed, [], -1
 
     def training_step(self, model, inputs, num_items_in_batch=None):
@@ -39,14 +45,22 @@ class StudentTrainer(DistillationTrainer):
         predicts[:, :-1] = inputs["answer"][:, 1:] == 1
         return predicts
 
-    def teacher_arguments(self):
-        return {"output_hidden_states": True} if self.hidden_states else {}
+    def said(self, model, read):
+        more = {"output_hidden_states": True} if self.hidden_states else {}
+        with LastAttention() if self.relations else nullcontext() as attention:
+            outputs = model(**read, use_cache=False, **more)
+        if self.relations:
+            self._attended[model is self.teacher] = attention.last
+        return outputs
 
     def further_loss(self, outputs, target, counted):
-        if not self.hidden_states:
-            return 0.0
-        states = outputs.hidden_states, [state.to(counted.device) for state in target.hidden_states]
-        return self.hidden_states * hidden_loss(*states, self.projections, counted)
+        total = 0.0
+        if self.hidden_states:
+            states = outputs.hidden_states, [state.to(counted.device) for state in target.hidden_states]
+            total = self.hidden_states * hidden_loss(*states, self.projections, counted)
+        if self.relations:
+            total = total + self.relations * relation_loss(self._attended[False], self._attended[True], counted)
+        return total
 
     def _own_text(self, model, inputs: dict) -> dict:
         """`inputs`, or the student's continuation of their beginnings in `on_policy` of all steps, spread evenly."""
@@ -56,7 +70,7 @@ class StudentTrainer(DistillationTrainer):
         tokens, student = inputs["input_ids"], self.accelerator.unwrap_model(model)
         lengths = _beginnings(inputs)
         seed = self.generator_seed * 1_000_003 + step
-        with serving(student) as served:
+        with self.pages.paused(), serving(student) as served:
             return continuations(served, tokens, lengths, seed)
 
 

@@ -39,6 +39,8 @@ def recover(
     gradient_checkpointing: bool = False,
     warm_up: float = 0.0,
     callbacks: Sequence = (),
+    kv_format: str = "auto",
+    plot=None,
 ) -> dict[str, float]:
     """Trains a compressed or pruned `model`, in place, towards the next-token distributions of `teacher`, with
     transformers' `Trainer`.
@@ -85,9 +87,12 @@ def recover(
         warm_up: share of the training in which the rounding of codes comes into effect, linearly. Above 0 it starts at
             the teacher's weights themselves.
         callbacks: `TrainerCallback`s. The held-out perplexity is logged ten times as "held_out_perplexity".
+        kv_format: of the `PagedCache` that the model will have: "int8", "fp8", "int4" or "int2". In training, attention
+            then sees keys and values as the pages give them back; attn_implementation must be "sdpa".
+        plot: path of a .png file for the loss and the held-out perplexity over the steps (package `matplotlib`).
 
     Several processes (`accelerate launch`, `torchrun`) train together with DDP; every one of them returns the same
-    model. FSDP is refused.
+    model. FSDP and FSDP2 are refused.
 
     Returns:
         "steps", "tokens" (that the teacher read), "seconds", "loss", the mean of the last tenth of the steps in nats
@@ -97,11 +102,12 @@ def recover(
         ValueError: before training, for arguments that are not allowed, nothing to train, too little text, another
             vocabulary or a longer window than the model has positions; after it, for weights that are not finite. The
             model is then as it was, as it is when training is interrupted.
-        ImportError: lora_rank without the package `peft`, optimizer="adamw_8bit" without `bitsandbytes`.
+        ImportError: lora_rank without the package `peft`, optimizer="adamw_8bit" without `bitsandbytes`, plot without
+            `matplotlib`.
     """
     length = minutes, steps, sequence_length, batch_size
     how = learning_rate, divergence, text_share, lora_rank, checkpoint_dir, seed
-    machine = optimizer, memory_gb, gradient_checkpointing, warm_up, tuple(callbacks)
+    machine = optimizer, memory_gb, gradient_checkpointing, warm_up, tuple(callbacks), kv_format, plot
     options = RecoveryOptions(*length, *how, *machine)
     check_models(model, teacher)
     start = time.perf_counter()

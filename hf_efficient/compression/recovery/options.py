@@ -10,10 +10,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from hf_efficient.cache.stores.kv_formats import KV_FORMATS
 from hf_efficient.calibration.data import load_tokens
 from hf_efficient.calibration.divergence import DIVERGENCES
 from hf_efficient.calibration.own_text import own_tokens
 from hf_efficient.compression.recovery.optimizers import OPTIMIZERS, check_optimizer
+from hf_efficient.compression.recovery.plot import check_plot
 from hf_efficient.configs import CalibrationConfig
 from hf_efficient.configs.checks import check, check_choices, check_flags, is_integer, is_number
 from hf_efficient.files import atomic_write
@@ -47,6 +49,8 @@ class RecoveryOptions:
     gradient_checkpointing: bool = False
     warm_up: float = 0.0
     callbacks: Sequence = ()
+    kv_format: str = "auto"
+    plot: str | os.PathLike | None = None
 
     def __post_init__(self):
         if (self.minutes is None) == (self.steps is None):
@@ -59,12 +63,13 @@ class RecoveryOptions:
             is_optional = name in ("steps", "lora_rank")
             is_count = is_integer(value, least) or (value is None and is_optional)
             check(is_count, name, value, f"an integer of at least {least}")
-        check_choices(vars(self), divergence=DIVERGENCES, optimizer=OPTIMIZERS)
+        check_choices(vars(self), divergence=DIVERGENCES, optimizer=OPTIMIZERS, kv_format=KV_FORMATS)
         check_flags(vars(self), "gradient_checkpointing")
         for name in ("text_share", "warm_up"):
             value = getattr(self, name)
             check(is_number(value) and 0 <= value <= 1, name, value, "a number from 0 to 1")
         check_optimizer(self.optimizer)
+        check_plot(self.plot)
         check_processes(self.batch_size)
         if self.lora_rank is not None and importlib.util.find_spec("peft") is None:
             raise ImportError("lora_rank needs the package 'peft': pip install peft")
@@ -76,7 +81,7 @@ class RecoveryOptions:
 
     def described(self, windows: torch.Tensor) -> dict:
         """JSON-able: what an interrupted recovery on these windows must have in common with the one that goes on."""
-        fields = ("batch_size", "divergence", "text_share", "lora_rank", "seed", "optimizer", "warm_up")
+        fields = ("batch_size", "divergence", "text_share", "lora_rank", "seed", "optimizer", "warm_up", "kv_format")
         own = {field: getattr(self, field) for field in fields}
         return {**own, "learning_rate": self.largest_rate, "windows": [*windows.shape, windows.sum().item()]}
 
@@ -88,10 +93,11 @@ def check_arguments(**arguments) -> None:
 
 def check_processes(batch_size: int) -> None:
     """Raises ValueError where this process is one of several that cannot train together."""
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
+    shards = int(os.environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", 1))
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true") or shards > 1:
         raise ValueError(
-            "FSDP is not supported: it would shard the learned weights away from the codes, scales and masks of their "
-            "layers. Launch with DDP (accelerate launch --multi_gpu, or torchrun)"
+            "FSDP and FSDP2 are not supported: they would shard the learned weights away from the codes, scales and "
+            "masks of their layers. Launch with DDP (accelerate launch --multi_gpu, or torchrun)"
         )
     processes = int(os.environ.get("WORLD_SIZE", 1))
     if batch_size % processes:

@@ -13,21 +13,23 @@ _LEAST_SPARSITY = 0.01  # share of zeros from which on a layer counts as pruned
 
 class DistillationTrainer(Trainer):
     """`Trainer` whose loss is `distillation_loss` against `teacher`, a causal LM of the same vocabulary, on batches
-    with `input_ids` and, where rows are padded, `attention_mask`. All other arguments are those of `Trainer`."""
+    with `input_ids` and, where rows are padded, `attention_mask`. All other arguments are those of `Trainer`.
 
-    def __init__(self, *args, teacher, divergence: str = "forward", text_share: float = 0.0, **kwargs):
+    pages: the `QuantizedPages` in which the student's keys and values lie, which the teacher's do not.
+    """
+
+    def __init__(self, *args, teacher, pages, divergence: str = "forward", text_share: float = 0.0, **kwargs):
         super().__init__(*args, **kwargs)
         self.teacher, self.divergence, self.text_share = teacher.eval(), divergence, text_share
-
+        self.pages = pages
         self.model_accepts_loss_kwargs, self.loss_is_scaled_for_ga = False, False  # the loss is a mean over the batch
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         read = {key: inputs[key] for key in ("input_ids", "attention_mask") if key in inputs}
         counted = self.counted(inputs)
-        more = self.teacher_arguments()
-        with torch.no_grad():
-            target = self.teacher(**{k: v.to(self.teacher.device) for k, v in read.items()}, use_cache=False, **more)
-        outputs = model(**read, use_cache=False, **more)
+        with torch.no_grad(), self.pages.paused():
+            target = self.said(self.teacher, {k: v.to(self.teacher.device) for k, v in read.items()})
+        outputs = self.said(model, read)
         tokens = inputs["input_ids"]
         labels = torch.full_like(tokens, -100)
         labels[:, :-1] = tokens[:, 1:]
@@ -43,9 +45,9 @@ class DistillationTrainer(Trainer):
         """bool [B, T]: whose next-token distributions count."""
         return inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
 
-    def teacher_arguments(self) -> dict:
-        """Arguments of both models' forwards."""
-        return {}
+    def said(self, model, read: dict[str, torch.Tensor]):
+        """What the student or the teacher answers to a batch."""
+        return model(**read, use_cache=False)
 
     def further_loss(self, outputs, target, counted: torch.Tensor) -> torch.Tensor | float:
         """What is added to the divergence."""

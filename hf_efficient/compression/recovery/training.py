@@ -4,7 +4,7 @@ transformers' `Trainer`."""
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -14,8 +14,12 @@ from transformers import PrinterCallback, TrainingArguments
 from hf_efficient.compression.recovery.memory import micro_batch
 from hf_efficient.compression.recovery.optimizers import make_optimizer
 from hf_efficient.compression.recovery.options import RecoveryOptions
+from hf_efficient.compression.recovery.plot import plot_training
 from hf_efficient.compression.recovery.progress import Budget, HeldOut, WarmUpQuantization
+from hf_efficient.compression.recovery.quantized_pages import QuantizedPages, check_attention
 from hf_efficient.compression.recovery.trainer import DistillationTrainer
+from hf_efficient.kernels.attention.products import FastAttention
+from hf_efficient.kernels.native.heap import freed_memory_kept
 
 
 SAVE_EVERY = 50  # steps between two checkpoints
@@ -47,7 +51,9 @@ def train(
     callbacks = [budget, measured, WarmUpQuantization(budget, options.warm_up), *options.callbacks]
     optimizer = make_optimizer(trained, options.optimizer, options.largest_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, budget.rate)
-    length = max(len(row["input_ids"]) for row in rows[:64])
+    length, pages = max(len(row["input_ids"]) for row in rows[:64]), QuantizedPages(options.kv_format)
+    if pages.is_active:
+        check_attention(trained, "kv_format", options.kv_format)
     with tempfile.TemporaryDirectory() as scratch:
         training = trainer(
             trained,
@@ -58,12 +64,18 @@ def train(
             teacher=teacher,
             divergence=options.divergence,
             text_share=options.text_share,
+            pages=pages,
             **more,
         )
         training.remove_callback(PrinterCallback)
-        with _checkpointing(trained, options.gradient_checkpointing):
+        modes = [FastAttention(), *([pages] if pages.is_active else [])]
+        with _checkpointing(trained, options.gradient_checkpointing), freed_memory_kept(), ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
             training.train(resume_from_checkpoint=_last_checkpoint(options.checkpoint_dir))
     state = training.state
+    if options.plot is not None and state.is_world_process_zero:
+        plot_training(state.log_history, options.plot)
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
     last = losses[-max(1, len(losses) // 10) :]
     result = {"steps": state.global_step, "loss": sum(last) / len(last)}

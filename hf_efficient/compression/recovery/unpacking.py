@@ -71,6 +71,8 @@ def pack(model) -> None:
         ValueError: a weight is NaN or infinite; the model stays as it is.
     """
     trained = trained_linears(model)
+    if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
+        raise ValueError("the model is sharded (FSDP2 or tensor parallelism), which is not supported: train with DDP")
     broken = [name for name, module in trained.items() if not module.is_finite()]
     if broken:
         raise ValueError(f"training diverged: {len(broken)} weights are NaN or infinite, for example {broken[:2]}")

@@ -1,13 +1,14 @@
 """Gradients of attention without a cache: every part of the scores is computed again in torch, as in
 FlashAttention (https://arxiv.org/abs/2205.14135, algorithm 4). No matrix [Sq, Sk] outlives its part.
 
-Plain causal or full attention is left to the backward of SDPA. All else goes by float32 scores of some queries at once.
+Plain causal attention in bfloat16 is that of `products`; plain attention otherwise is left to the backward of SDPA. All
+else goes by float32 scores of some queries at once.
 """
 
 import torch
 import torch.nn.functional as F
 
-from hf_efficient.kernels.attention import policy
+from hf_efficient.kernels.attention import policy, products
 from hf_efficient.kernels.attention.call import AttentionCall
 from hf_efficient.kernels.attention.masks import QueryBatch, additive
 from hf_efficient.kernels.attention.torch_cpu import attend_with_scores
@@ -68,8 +69,12 @@ def _attention_gradients(call, q, k, v, grad_out, grad_lse, slopes):
     sees_all = (call.left < 0 or call.left >= length - 1) and (call.causal or right < 0 or right >= length - 1)
     has_scores = call.softcap or call.s_aux is not None or slopes is not None or grad_lse is not None
     if is_square and sees_all and not has_scores:
+        turned = [x.transpose(1, 2) for x in (q, k, v)]
+        if products.serves(*turned, is_causal=call.causal):
+            found = products.gradients(*turned, grad_out.transpose(1, 2), call.softmax_scale)
+            return *(x.transpose(1, 2) for x in found), None
         with torch.enable_grad():
-            leaves = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+            leaves = [x.detach().requires_grad_() for x in turned]
             options = dict(is_causal=call.causal, scale=call.softmax_scale, enable_gqa=q.shape[2] != k.shape[2])
             out = F.scaled_dot_product_attention(*leaves, **options)
             return *(x.transpose(1, 2) for x in torch.autograd.grad(out, leaves, grad_out.transpose(1, 2))), None

@@ -87,6 +87,31 @@ def _quantize_groups(
     return codes.to(torch.uint8), scale.squeeze(dim), low.squeeze(dim)
 
 
+def stored_tokens(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Keys or values [..., D] as int8 or float8_e4m3fn pages give them back, in their dtype."""
+    codes, scale = _quantize_tokens(x, dtype)
+    return (codes.float() * scale.float()[..., None]).to(x.dtype)
+
+
+def stored_keys(k: torch.Tensor, bits: int, group: int) -> torch.Tensor:
+    """Keys [..., S, D] as int4 or int2 pages give them back, in their dtype. S is a multiple of group."""
+    codes, scale, low = _quantize_groups(k.unflatten(-2, (-1, group)), bits, -2, _KEY_CLIP[bits])
+    return _from_groups(codes, scale.unsqueeze(-2), low.unsqueeze(-2)).flatten(-3, -2).to(k.dtype)
+
+
+def stored_values(v: torch.Tensor, bits: int, group: int) -> torch.Tensor:
+    """Values [..., D] as int4 or int2 pages give them back, in their dtype. group: channels that share a scale, more
+    where D is no multiple."""
+    dim = v.shape[-1]
+    parts = max(n for n in range(1, max(1, dim // group) + 1) if dim % n == 0)
+    codes, scale, low = _quantize_groups(v.unflatten(-1, (parts, -1)), bits, -1)
+    return _from_groups(codes, scale[..., None], low[..., None]).flatten(-2).to(v.dtype)
+
+
+def _from_groups(codes, scale, low) -> torch.Tensor:
+    return codes.float() * scale.float() + low.float()
+
+
 def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     parts = codes.unflatten(-1, (8 // bits, -1)).unbind(-2)
     packed = parts[0].clone()

@@ -10,7 +10,8 @@ import mmap
 import os
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -21,6 +22,8 @@ _TRIM_EVERY = 1 << 24  # 16 MB of weights
 
 _DONT_NEED = 4  # Linux' MADV_DONTNEED
 _MMAP_THRESHOLD, _LARGE = -3, 1 << 17  # glibc's M_MMAP_THRESHOLD, and what it is at first
+_TRIM_THRESHOLD, _LARGEST = -1, 1 << 25  # its M_TRIM_THRESHOLD, and what it raises the other one to at most
+_ALL = 1 << 30
 
 try:
     _malloc_trim, _mallopt = ctypes.CDLL(None).malloc_trim, ctypes.CDLL(None).mallopt
@@ -40,6 +43,24 @@ def map_large_blocks() -> None:
     where the C library has no `mallopt`."""
     if _mallopt is not None:
         _mallopt(_MMAP_THRESHOLD, _LARGE)
+
+
+@contextmanager
+def freed_memory_kept() -> Iterator[None]:
+    """Inside, the C library keeps what is freed for the next block of that size: a training step takes and frees
+    hundreds of large blocks, and the system clears every page that it hands out anew. Afterwards free memory goes back.
+    Does nothing where the C library has no `mallopt`."""
+    if _mallopt is None:
+        yield
+        return
+    _mallopt(_MMAP_THRESHOLD, _ALL)
+    _mallopt(_TRIM_THRESHOLD, _ALL)
+    try:
+        yield
+    finally:
+        _mallopt(_MMAP_THRESHOLD, _LARGEST)
+        _mallopt(_TRIM_THRESHOLD, 2 * _LARGEST)
+        _malloc_trim(0)
 
 
 class HeapTrimmer:

@@ -1,0 +1,23 @@
+"""Memory that a training step frees serves the next step."""
+
+import pytest
+import torch
+
+from hf_efficient.kernels.native import heap
+
+
+def faults(blocks: int) -> int:
+    """Pages that the system cleared while so many blocks of 64 MB were taken, written and freed one by one."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(blocks):
+        torch.ones(1 << 24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def test_freed_blocks_are_taken_again():
+    if heap._mallopt is None:
+        pytest.skip("a C library without mallopt")
+    with heap.freed_memory_kept():
+        faults(8)  # a hole must hold a block and its alignment
+        assert faults(4) < 1000  # of 65,536
