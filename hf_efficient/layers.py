@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hf_efficient.formats import Format
+from hf_efficient.kernels.linear.grouped_cpu import ExpertLayouts
 
 
 # The shape of the tensor in place of a plain module's weight. Savers take all empty tensors for one shared tensor. A
@@ -165,7 +166,7 @@ class CompressedModule(nn.Module):
             tensors = {name: tensor.data for name, tensor in self.canonical(weight.prefix).items()}
             if grouped := weight.format.grouped_layout(tensors, weight.in_features, dtype):
                 return grouped
-        return list(self._split(weight, dtype, weight.format.layout))
+        return ExpertLayouts(self._split(weight, dtype, weight.format.layout))
 
     def _split(self, weight: CompressedWeight, dtype: torch.dtype, make):
         """`make` applied to the weight, or to that of each expert."""
