@@ -26,12 +26,12 @@ def transform(block, method: str = "awq") -> None:
     read the same tensor, and of the weights of fused experts. What the block computes stays. Needs statistics
     with a hessian."""
     formats, linears = block.formats, block.linears
-    wanted = {n for n in formats if block.schemes[n].method == method and isinstance(formats[n], AffineFormat)}
+    wanted = {n for n, own in formats.items() if block.schemes[n].method == method and _is_affine(own)}
     scale_experts(
         block,
         wanted.intersection(block.experts),
-        lambda name, weights, inputs, rows, powers: search_scale(
-            weights, [formats[name]] * len(weights), inputs, powers=powers
+        lambda name, experts, weights, inputs, rows, powers: search_scale(
+            weights, [formats[name].expert(expert) for expert in experts], inputs, powers=powers
         ),
     )
     chosen = wanted.intersection(linears)
@@ -43,6 +43,10 @@ def transform(block, method: str = "awq") -> None:
         return search_scale(weights, [formats[name] for name in names], block.statistics[names[0]], producer)
 
     Folding(block).scale_inputs(chosen, search)
+
+
+def _is_affine(format) -> bool:
+    return isinstance(format.expert(0), AffineFormat)
 
 
 def search_scale(

@@ -24,7 +24,7 @@ from hf_efficient.observers.linear_inputs import LinearInputs
 
 _ROWS = 512  # of an expert's inputs in a sample
 _EXPERTS = 8  # those with most rows: for them the scale is searched that all share
-Search = Callable[[str, list[torch.Tensor], LinearInputs, torch.Tensor, bool], torch.Tensor]
+Search = Callable[[str, list[int], list[torch.Tensor], LinearInputs, torch.Tensor, bool], torch.Tensor]
 
 
 @torch.no_grad()
@@ -32,8 +32,8 @@ def scale_experts(block, chosen: set[str], search: Search) -> None:
     """Scales what both weights of the fused experts `chosen` of a `Block` read. Experts that no row reached keep their
     second weights.
 
-    search: (name of the experts, weights [N, K] that read the same rows, their `LinearInputs`, at most 512 of the rows
-        float32 [n, K], whether s must be powers of two) -> s, float [K].
+    search: (name of the module, some of its experts, their weights [N, K], which read the same rows, the `LinearInputs`
+        of these, at most 512 of them float32 [n, K], whether s must be powers of two) -> s, float [K].
     """
     folding = Folding(block) if chosen else None
     for name in chosen:
@@ -47,7 +47,7 @@ def scale_experts(block, chosen: set[str], search: Search) -> None:
         inputs.settle_unreached()
         for expert in inputs.rows.counts.nonzero().flatten().tolist():
             up, down = (_by_output(module, weight, expert) for weight in (up_name, down_name))
-            scale = search(name, [down], inputs[expert], inputs.sample(expert, _ROWS), False).to(
+            scale = search(name, [expert], [down], inputs[expert], inputs.sample(expert, _ROWS), False).to(
                 down.device, torch.float32
             )
             up[rows] = (up[rows].float() / scale[:, None]).to(up.dtype)
@@ -66,7 +66,7 @@ def _scale_first(block, name: str, folding: Folding, search: Search) -> None:
     if not most:
         return
     sample = torch.cat([inputs.sample(expert, _ROWS // len(most)) for expert in most])
-    scale = search(name, [weights[expert] for expert in most], inputs.merged(), sample, True)
+    scale = search(name, most, [weights[expert] for expert in most], inputs.merged(), sample, True)
     if not torch.all(scale == 1) and folding.divide_norm(module, weights, scale):
         inputs.divide(scale)
 

@@ -27,7 +27,7 @@ def transform(block, method: str = "smoothquant") -> None:
     formats, linears = block.formats, block.linears
     wanted = {n for n in formats if block.schemes[n].method == method and not getattr(formats[n], "rotation", False)}
 
-    def search_of_expert(name: str, weights: list, inputs, sample: torch.Tensor, powers: bool) -> torch.Tensor:
+    def search_of_expert(name: str, experts, weights: list, inputs, sample, powers: bool) -> torch.Tensor:
         rounding = [(inner_format(formats[name]), block.schemes[name])] * len(weights)
         return search_scale(weights, rounding, inputs, sample, powers=powers)
 

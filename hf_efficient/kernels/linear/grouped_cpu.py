@@ -9,7 +9,7 @@ import torch
 from hf_efficient.kernels.linear.layout import Layout, rows_of
 from hf_efficient.kernels.linear.native_cpu import NativeLayout, is_observed
 from hf_efficient.kernels.native.structs import Product
-from hf_efficient.kernels.replay.instructions import OPS, TYPES, Instruction, interpreter, sizes
+from hf_efficient.kernels.replay.instructions import OPS, TYPES, Instruction, interpreter
 
 
 _WORD = 8  # bytes of every field of both structures
@@ -19,7 +19,7 @@ _BIAS, _Y = Product.bias.offset // _WORD, Product.y.offset // _WORD
 
 
 class NativeExperts:
-    """The layouts of all experts, of one C++ function and one dtype. Use `of`.
+    """The layouts of all experts, of one dtype and shape; their C++ functions may differ. Use `of`.
 
     dtype: of the inputs.
     """
@@ -31,10 +31,11 @@ class NativeExperts:
         self._in = torch.bfloat16 if first.dtype is torch.bfloat16 else torch.float32  # what the function reads
         products = (Product * len(layouts))(*(Product(layout.address) for layout in layouts))
         self._products = _words(products, len(layouts))
-        instruction = Instruction(OPS["LINEAR"], sizes((1, 1)))
-        instruction.sizes[1], instruction.a.type = 1, TYPES[self._in]
-        instruction.linear = ctypes.cast(first.function, ctypes.c_void_p).value
-        self._instruction = _words(instruction, 1)
+        calls = (Instruction * len(layouts))()
+        for call, layout in zip(calls, layouts):
+            call.op, call.sizes[1], call.a.type = OPS["LINEAR"], 1, TYPES[self._in]
+            call.linear = ctypes.cast(layout.function, ctypes.c_void_p).value
+        self._calls = _words(calls, len(layouts))
 
     @classmethod
     def of(cls, layouts: list[Layout]) -> "NativeExperts | None":
@@ -42,7 +43,7 @@ class NativeExperts:
         native = [layout.native_product for layout in layouts]
         if None in native or interpreter() is None:
             return None
-        kinds = {(id(x.function), x.dtype, x.in_features, x.out_features) for x in native}
+        kinds = {(x.dtype, x.in_features, x.out_features) for x in native}
         return cls(native) if len(kinds) == 1 else None
 
     def serves(self, x: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -69,7 +70,7 @@ class NativeExperts:
         products[:, _Y] = y.data_ptr() + before * self.out_features
         if bias is not None:
             products[:, _BIAS] = bias.data_ptr() + active * (self.out_features * self._in.itemsize)
-        calls = self._instruction.repeat(len(active), 1)
+        calls = self._calls[active]
         calls[:, _ROWS], calls[:, _X] = rows, x.data_ptr() + before * self.in_features
         calls[:, _WEIGHT] = products.data_ptr() + torch.arange(len(active)) * ctypes.sizeof(Product)
         interpreter()(calls.data_ptr(), len(active))

@@ -1,0 +1,135 @@
+"""Mixtures whose experts have different numbers of bits: chosen by calibration or given, saved, loaded, refused."""
+
+import pytest
+import torch
+from helpers import save_tiny, tiny_model
+from transformers import AutoModelForCausalLM
+
+from hf_efficient import CalibrationConfig, ExpertOffload, WeightOnlyConfig, compress_on_disk
+from hf_efficient.calibration.gradients import language_loss_gradients, name_of_expert
+from hf_efficient.calibration.sensitivity import choose_bits
+from hf_efficient.experts import EfficientExperts, is_fused_experts
+from hf_efficient.formats.expert_bits import ExpertBitsFormat
+from hf_efficient.kernels.linear.grouped_cpu import ExpertLayouts
+
+
+TOKENS = torch.randint(3, 128, (4, 24), generator=torch.Generator().manual_seed(0))
+EXPERTS = "model.layers.0.mlp.experts"
+EACH = {"model.layers.*.mlp.experts": {"bits": [4, 2, 8, 3]}}
+
+
+def config(**arguments):
+    given = dict(bits=4, group_size=32, method="gptq", calibration=CalibrationConfig(tokens=TOKENS))
+    return WeightOnlyConfig(**given | arguments)
+
+
+def load(folder, **arguments):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **arguments)
+
+
+@torch.no_grad()
+def logits(model):
+    return model(TOKENS).logits
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_gradients_reach_each_expert(name):
+    """With the inputs of the same call they add up to autograd's gradients of the fused weights."""
+    model, sums = tiny_model(name), {}
+    experts = {n: m for n, m in model.named_modules() if is_fused_experts(m)}
+
+    def add(key, inputs, gradient):
+        sums[key] = sums.get(key, 0) + gradient.t() @ inputs
+
+    language_loss_gradients(model, {}, TOKENS, [], add, experts)
+    for window in TOKENS:
+        scores = model(window[None]).logits[0, :-1]
+        torch.nn.functional.cross_entropy(scores, window[1:], reduction="sum").backward()
+    for path, module in experts.items():
+        for weight in ("gate_up_proj", "down_proj"):
+            for expert, expected in enumerate(getattr(module, weight).grad):
+                found = sums.get(name_of_expert(path, weight, expert), torch.zeros_like(expected))
+                torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_experts_that_tokens_reach_more_often_get_more_bits():
+    """All experts hold the same weights, so that only frequency tells them apart; one that none reaches keeps its
+    bits."""
+    model = tiny_model("mixtral", num_hidden_layers=1)
+    module = model.get_submodule(EXPERTS)
+    for weight in (module.gate_up_proj, module.down_proj):
+        weight.data[:] = weight.data[0].clone()
+    hidden = model.config.hidden_size
+    ranks = torch.tensor([0.0, 2.0, 1.0, -60.0])  # of the experts, on an input that is never 0
+    model.model.layers[0].mlp.gate.weight.data = 0.3 * torch.randn(4, hidden) + ranks[:, None] / hidden**0.5
+    model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda m, a, out: out + 1)
+    format = config(bits=3).format()
+    bits = choose_bits(model, {EXPERTS: format}, TOKENS)[EXPERTS]
+    assert isinstance(bits, list) and bits[3] == 3
+    counts = torch.zeros(4, dtype=torch.long)
+    count = lambda m, args: counts.add_(torch.bincount(args[1].flatten(), minlength=4))  # noqa: E731
+    with torch.no_grad(), module.register_forward_pre_hook(count):
+        model(TOKENS)
+    order = counts[:3].argsort(descending=True).tolist()
+    assert [bits[e] for e in order] == sorted(bits[:3], reverse=True) and len(set(bits[:3])) > 1, (bits, counts)
+    assert sum(bits[:3]) <= 9
+
+
+def test_calibration_chooses_bits_and_a_checkpoint_keeps_them(tmp_path):
+    save_tiny(tmp_path / "dense", "mixtral")
+    model = load(tmp_path / "dense", quantization_config=config(bits=3, mixed_precision=True))
+    each = {name: fields["bits"] for name, fields in model.config.quantization_config.overrides.items()}
+    experts = {name: bits for name, bits in each.items() if name.endswith("experts")}
+    assert any(isinstance(bits, list) and len(bits) == 4 for bits in experts.values()), each
+    model.save_pretrained(tmp_path / "small")
+    loaded = load(tmp_path / "small")
+    assert torch.equal(logits(loaded), logits(model))
+    formats = {type(m.compressed_weights()[0].format) for m in loaded.modules() if isinstance(m, EfficientExperts)}
+    assert ExpertBitsFormat in formats
+    dense = load(tmp_path / "small", dequantize=True)
+    assert (logits(dense) - logits(model)).norm() < 0.05 * logits(model).norm()
+
+
+def test_given_bits(tmp_path, monkeypatch):
+    """The same bits from disk to disk, refined too; products of all experts in one call, as one by one."""
+    save_tiny(tmp_path / "dense", "mixtral")
+    given = config(method="awq", refine=True, overrides=EACH)
+    model = load(tmp_path / "dense", quantization_config=given)
+    model.save_pretrained(tmp_path / "memory")
+    compress_on_disk(tmp_path / "dense", tmp_path / "disk", given, "64GB", dtype=torch.bfloat16, say=lambda text: None)
+    expected = logits(model)
+    assert torch.equal(logits(load(tmp_path / "disk")), expected)
+    module = model.get_submodule(EXPERTS)
+    weight = module.compressed_weights()[0]
+    assert module.canonical(weight.prefix)["qweight"].numel() == weight.out_features * weight.in_features * 17 // 8
+    with monkeypatch.context() as patch:
+        patch.setattr(ExpertLayouts, "grouped", None)
+        assert torch.equal(logits(model), expected)
+    with pytest.raises(ValueError, match=r"mlp\.experts: experts with different numbers of bits cannot be offloaded"):
+        ExpertOffload("1MB").attach(model)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(bits=[4, 2]), "bits of 2 experts for a weight of no experts"),
+        (dict(overrides={"*experts": {"bits": [4, 2]}}), "experts: bits of 2 experts for a weight of 4 experts"),
+    ],
+)
+def test_bits_of_other_experts_are_refused(tmp_path, arguments, message):
+    save_tiny(tmp_path, "mixtral")
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, quantization_config=config(**arguments))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(bits=[4, 5]), r"bits=\[4, 5\] is not supported: it must be a list of one of \(2, 3, 4, 8\) for each"),
+        (dict(bits=[4, 2], group_size=None), "group_size=None is not supported"),
+        (dict(bits=[4, 2], rotate=True), "rotate=True is not supported"),
+    ],
+)
+def test_what_experts_with_their_own_bits_do_not_have(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        config(**arguments)
