@@ -6,8 +6,8 @@ benchmarks/results/expert_offload.json and a table beside it.
 The model is random, of the shape of Qwen3-MoE with 8 of 64 experts. Its routers add the logarithm of a Zipf
 distribution to what they compute of the hidden states, so that some experts are chosen more often. On a CPU the device
 is memory, and the other experts lie in mapped files that the system's page cache holds ("mapped"), or that it was told
-to drop before each run ("dropped"). Time is that of a token after the first, the median of the repeats. Tokens are
-compared with those of the model in memory.
+to drop before each run ("dropped"). Time is that of a token after the first, the median of the repeats. Bytes moved are
+those of experts that were copied, of all forwards. Tokens are compared with those of the model in memory.
 """
 
 import itertools
@@ -106,6 +106,7 @@ def measure(model, kind: str, share: float, repeats: int, folder: Path) -> list[
         before = (lambda: drop(folder)) if where == "dropped" else lambda: None
         tokens, seconds = time_of_a_token(model, prompt, repeats if where == "mapped" else 1, before)
         stats = offload.stats()
+        forwards = TOKENS + (TOKENS + 2) * (repeats if where == "mapped" else 1)
         offload.detach()
         assert torch.equal(tokens, expected), f"{policy} gives other tokens"
         median = 1e3 * statistics.median(seconds)
@@ -114,6 +115,7 @@ def measure(model, kind: str, share: float, repeats: int, folder: Path) -> list[
                 weights=kind, experts=f"{policy}, {where}", milliseconds=median, times=median / rows[0]["milliseconds"]
             )
             | dict(hit_rate=stats["hit_rate"], resident=stats["resident"], of=stats["experts"], moved=stats)
+            | dict(megabytes_a_token=stats["bytes_to_device"] / forwards / 1e6)
         )
         print(harness.rounded(rows[-1]), flush=True)
     return rows
@@ -137,14 +139,14 @@ def main() -> None:
             rows += measure(model, kind, options.share, options.repeats, folder)
     record = {"environment": environment.describe(), "shape": shape | {"layers": options.layers}}
     harness.write(options.output, harness.rounded(record | {"share": options.share, "rows": rows}))
-    lines = [harness.row(["weights", "experts", "ms a token", "times as long", "hit rate"])]
-    lines.append(harness.row(["---"] * 5))
+    lines = [harness.row(["weights", "experts", "ms a token", "times as long", "hit rate", "MB moved a token"])]
+    lines.append(harness.row(["---"] * 6))
     harness.write_table(options.output, lines + [harness.row(cells(row)) for row in rows])
 
 
 def cells(row: dict) -> list[str]:
-    hit = f"{row['hit_rate']:.0%}" if "hit_rate" in row else ""
-    return [row["weights"], row["experts"], f"{row['milliseconds']:.0f}", f"{row['times']:.2f}", hit]
+    moved = [f"{row['hit_rate']:.0%}", f"{row['megabytes_a_token']:.0f}"] if "hit_rate" in row else ["", ""]
+    return [row["weights"], row["experts"], f"{row['milliseconds']:.0f}", f"{row['times']:.2f}", *moved]
 
 
 def compressed(model: nn.Module, folder: Path) -> nn.Module:

@@ -148,7 +148,7 @@ class Folding:
 
         Returns:
             True if the weights of the norm and of its readers changed, and all that the block computes behind it kept
-            its bits, a router's choices with them; statistics of linears become those of the divided inputs. False
+            its bits, up to the order of sums; statistics of linears become those of the divided inputs. False
             otherwise, and nothing changed.
         """
         pointer = next((call.input_pointer for call in self._reference if call.module is experts), None)
@@ -170,7 +170,7 @@ class Folding:
         first = next(i for i, call in enumerate(self._reference) if call.module in (experts, *readers))
         pairs = zip(self._reference[first:], after[first:])
         if len(after) != len(self._reference) or not all(
-            torch.equal(old, new) for before, now in pairs for old, new in zip(before.outputs, now.outputs)
+            _exact(old, new) for before, now in pairs for old, new in zip(before.outputs, now.outputs)
         ):
             restored.__exit__()
             for matrix in weights:

@@ -8,7 +8,7 @@ import torch
 from fake_graphs import FakeGraph
 from helpers import assert_close, tiny_model
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, JetMoeConfig, JetMoeForCausalLM
 
 from hf_efficient import W8A8Config, WeightOnlyConfig
 from hf_efficient.experts import EfficientExperts, compress_experts, expert_weight_names, is_fused_experts
@@ -17,6 +17,7 @@ from hf_efficient.kernels.linear import grouped_cpu
 from hf_efficient.kernels.linear.grouped import GroupedTritonLayout
 from hf_efficient.kernels.linear.grouped_cpu import ExpertLayouts
 from hf_efficient.kernels.replay.instructions import interpreter
+from hf_efficient.layers import CompressedModule
 from hf_efficient.methods import get_method
 
 
@@ -117,9 +118,10 @@ CONFIGS = {
 
 
 @pytest.mark.skipif(interpreter() is None, reason="no C++ kernels on this CPU")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_all_experts_are_one_call_with_the_bits_of_one_call_each(config, dtype, monkeypatch):
+@pytest.mark.parametrize("name", [*CONFIGS, "int4 in float16"])
+def test_all_experts_are_one_call_with_the_bits_of_one_call_each(name, monkeypatch):
+    name, _, dtype = name.partition(" in ")
+    config, dtype = CONFIGS[name], getattr(torch, dtype or "bfloat16")
     module = next(m for m in tiny_model("mixtral", dtype=dtype).modules() if is_fused_experts(m)).requires_grad_(False)
     names, dense = expert_weight_names(module), copy.deepcopy(module.state_dict())
     compress_experts(module, config.format())
@@ -198,3 +200,21 @@ def test_one_layer_of_experts_left_alone(tmp_path):
         again.save_pretrained(tmp_path / "back")
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
         assert torch.equal(plain(ids).logits, again(ids).logits)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "jetmoe"])
+def test_routers_are_never_compressed(name, tmp_path):
+    """Those of JetMoe are linear layers."""
+    if name == "jetmoe":
+        sizes = dict(hidden_size=64, num_hidden_layers=1, num_key_value_heads=4, kv_channels=16, intermediate_size=96)
+        dense = JetMoeForCausalLM(JetMoeConfig(vocab_size=128, num_local_experts=4, num_experts_per_tok=2, **sizes))
+        dense.save_pretrained(tmp_path)
+    else:
+        dense = tiny_model(name)
+        dense.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=WeightOnlyConfig(method="rtn"))
+    routers = {n: p for n, p in dense.named_parameters() if ".router.layer." in n or ".gate.weight" in n}
+    compressed = {n for n, m in model.named_modules() if isinstance(m, CompressedModule)}
+    assert routers and compressed
+    found = dict(model.named_parameters())
+    assert all(torch.equal(found[n], p) and n.rpartition(".")[0] not in compressed for n, p in routers.items())
