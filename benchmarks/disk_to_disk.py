@@ -1,7 +1,7 @@
 """The memory that `compress_on_disk` takes for a checkpoint that is larger, under a limit of the system. Writes
 benchmarks/results/disk_to_disk.json.
 
-    python benchmarks/disk_to_disk.py [--memory 550MB] [--checkpoint 1650MB] [--kills 5] [--output FILE]
+    python benchmarks/disk_to_disk.py [--memory 500MB] [--checkpoint 1500MB] [--kills 5] [--output FILE]
 
 The checkpoint is random and Llama-shaped, in bfloat16, with as many layers as make it `--checkpoint` large. It is
 compressed to int4 by GPTQ, in a process whose private memory the system bounds (`RLIMIT_DATA`) by `--memory`: what is
@@ -38,7 +38,7 @@ from hf_efficient.byte_sizes import parse_bytes
 from hf_efficient.evaluation import environment
 
 
-SHAPE = dict(hidden_size=512, intermediate_size=1344, num_attention_heads=8, num_key_value_heads=4, vocab_size=2048)
+SHAPE = dict(hidden_size=1024, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4, vocab_size=2048)
 SAMPLES, LENGTH = 4, 256
 
 
@@ -143,8 +143,8 @@ def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         return compress(*sys.argv[2:])
     parser = harness.parser(__doc__, "disk_to_disk.json")
-    parser.add_argument("--memory", default="550MB")
-    parser.add_argument("--checkpoint", default="1650MB")
+    parser.add_argument("--memory", default="500MB")
+    parser.add_argument("--checkpoint", default="1500MB")
     parser.add_argument("--kills", type=int, default=5)
     options = parser.parse_args()
     allowed = parse_bytes("memory", options.memory)
