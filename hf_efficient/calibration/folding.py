@@ -152,12 +152,15 @@ class Folding:
             otherwise, and nothing changed.
         """
         pointer = next((call.input_pointer for call in self._reference if call.module is experts), None)
-        at_pointer = [call for call in self._reference if call.input_pointer == pointer]
-        readers = [call.module for call in at_pointer if getattr(getattr(call.module, "weight", None), "ndim", 0) == 2]
-        outputs = [call for call in self._reference if call.norm_output is not None]
-        norm = next((call.module for call in outputs if call.norm_output.data_ptr() == pointer), None)
+        outputs = ((i, call.norm_output) for i, call in enumerate(self._reference) if call.norm_output is not None)
+        at = next((i for i, output in outputs if output.data_ptr() == pointer), None)
+        if at is None:
+            return False
+        norm = self._reference[at].module  # what was there before may have had the same address
+        following = [call.module for call in self._reference[at + 1 :] if call.input_pointer == pointer]
+        readers = [module for module in following if getattr(getattr(module, "weight", None), "ndim", 0) == 2]
         matrices = [weight_of(reader) for reader in readers]
-        if norm is None or any(matrix.shape[1] != len(scale) for matrix in matrices):
+        if any(matrix.shape[1] != len(scale) for matrix in matrices):
             return False
         scale = scale.to(weights.device, weights.dtype)
         if not all(torch.equal(matrix * scale / scale, matrix) for matrix in (*weights, *matrices)):
