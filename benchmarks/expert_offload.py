@@ -31,6 +31,7 @@ SHAPE = dict(hidden_size=2048, moe_intermediate_size=768, num_experts=64, num_ex
 SHAPE |= dict(num_attention_heads=16, num_key_value_heads=4, head_dim=128, eos_token_id=None, pad_token_id=0)
 QUICK = dict(SHAPE, hidden_size=128, moe_intermediate_size=64, num_attention_heads=2, num_key_value_heads=1)
 PROMPT, TOKENS = 16, 24
+INT4 = WeightOnlyConfig(bits=4, group_size=128, method="rtn")  # the weights are random
 
 
 class ZipfTopKRouter(nn.Module):
@@ -153,7 +154,7 @@ def compressed(model: nn.Module, folder: Path) -> nn.Module:
     """The model in int4, with the same routers."""
     routers = [layer.mlp.gate for layer in model.model.layers]
     model.save_pretrained(folder, state_dict={k: v for k, v in model.state_dict().items() if "prior" not in k})
-    found = Qwen3MoeForCausalLM.from_pretrained(folder, quantization_config=WeightOnlyConfig(bits=4, group_size=128))
+    found = Qwen3MoeForCausalLM.from_pretrained(folder, quantization_config=INT4)
     for layer, router in zip(found.model.layers, routers):
         layer.mlp.gate = router
     return found

@@ -91,14 +91,7 @@ class EfficientExperts(CompressedModule):
         up, down = each = [self.layouts(name + "_", rows.dtype) for name in self._expert_names]
         together = [self._together(layouts, rows, name, adapters) for layouts, name in zip(each, self._expert_names)]
         if None not in together:
-            up, down = together
-            offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-            sizes = counts.tolist() if adapters else None
-            h = up.matmul(rows, offsets, self._expert_bias(up_name))
-            h = self._activate(_adapt_all(h, rows, adapters.get(up_name), sizes))
-            out = down.matmul(h, offsets, self._expert_bias(down_name))
-            out = _adapt_all(out, h, adapters.get(down_name), sizes)
-            return out if norm is None else norm(out)
+            return self._run_together(*together, rows, counts, adapters)
         up, down = (getattr(layouts, "experts", layouts) for layouts in each)
         outputs, start = [], 0
         for expert, count in enumerate(counts.tolist()):
@@ -114,6 +107,18 @@ class EfficientExperts(CompressedModule):
             del h, out  # freed before the next expert needs as much
         return torch.cat(outputs)
 
+    def _run_together(self, up, down, rows, counts, adapters: dict, experts=slice(None)) -> torch.Tensor:
+        """`_run` by one product up and one down. experts: those that `up`, `down` and counts are of."""
+        up_name, down_name = self._expert_names
+        norm = post_expert_norm(self)
+        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+        sizes = counts.tolist() if adapters else None
+        h = up.matmul(rows, offsets, self._expert_bias(up_name, experts))
+        h = self._activate(_adapt_all(h, rows, adapters.get(up_name), sizes))
+        out = down.matmul(h, offsets, self._expert_bias(down_name, experts))
+        out = _adapt_all(out, h, adapters.get(down_name), sizes)
+        return out if norm is None else norm(out)
+
     def _together(self, layouts, rows: torch.Tensor, name: str, adapters: dict):
         """What multiplies rows of all experts at once; None where each expert has to be called."""
         if not isinstance(layouts, ExpertLayouts):
@@ -128,7 +133,7 @@ class EfficientExperts(CompressedModule):
     def __reduce_ex__(self, protocol):
         return _blank_experts, (type(self).__bases__[1],), self.__getstate__()
 
-    def _expert_bias(self, name: str, expert: int | slice = slice(None)) -> torch.Tensor | None:
+    def _expert_bias(self, name: str, expert: int | slice | torch.Tensor = slice(None)) -> torch.Tensor | None:
         return getattr(self, name + "_bias")[expert] if self.has_bias else None
 
     def extra_repr(self) -> str:

@@ -29,13 +29,8 @@ class NativeExperts:
         self._layouts, self.dtype, self.in_features = layouts, first.dtype, first.in_features
         self.out_features = first.out_features
         self._in = torch.bfloat16 if first.dtype is torch.bfloat16 else torch.float32  # what the function reads
-        products = (Product * len(layouts))(*(Product(layout.address) for layout in layouts))
-        self._products = _words(products, len(layouts))
-        calls = (Instruction * len(layouts))()
-        for call, layout in zip(calls, layouts):
-            call.op, call.sizes[1], call.a.type = OPS["LINEAR"], 1, TYPES[self._in]
-            call.linear = ctypes.cast(layout.function, ctypes.c_void_p).value
-        self._calls = _words(calls, len(layouts))
+        described = [_described(layout, TYPES[self._in]) for layout in layouts]
+        self._products, self._calls = (torch.stack(words) for words in zip(*described))
 
     @classmethod
     def of(cls, layouts: list[Layout]) -> "NativeExperts | None":
@@ -77,9 +72,15 @@ class NativeExperts:
         return y.to(dtype)
 
 
-def _words(structures, count: int) -> torch.Tensor:
-    """A copy of ctypes structures as int64 [count, words]."""
-    return torch.frombuffer(bytearray(structures), dtype=torch.int64).view(count, -1)
+def _described(layout: NativeLayout, type: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `Product` and the `Instruction` of a layout as int64 words, made once."""
+    if "words" not in layout.__dict__:
+        call = Instruction(OPS["LINEAR"])
+        call.sizes[1], call.a.type = 1, type
+        call.linear = ctypes.cast(layout.function, ctypes.c_void_p).value
+        structures = Product(layout.address), call
+        layout.words = tuple(torch.frombuffer(bytearray(each), dtype=torch.int64) for each in structures)
+    return layout.words
 
 
 class ExpertLayouts(list):
