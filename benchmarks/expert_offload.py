@@ -77,12 +77,13 @@ def time_of_a_token(model, prompt: torch.Tensor, repeats: int, before=lambda: No
     generate(model, prompt, TOKENS)
     seconds = []
     for _ in range(repeats):
-        before()
-        start = time.perf_counter()
-        generate(model, prompt, 1)
-        middle = time.perf_counter()
-        tokens = generate(model, prompt, TOKENS + 1)
-        seconds.append((time.perf_counter() - middle - (middle - start)) / TOKENS)
+        took = []
+        for count in (1, TOKENS + 1):
+            before()
+            start = time.perf_counter()
+            tokens = generate(model, prompt, count)
+            took.append(time.perf_counter() - start)
+        seconds.append((took[1] - took[0]) / TOKENS)
     return tokens, seconds
 
 
@@ -105,9 +106,9 @@ def measure(model, kind: str, share: float, repeats: int, folder: Path) -> list[
         offload = ExpertOffload(int(share * experts) + 1, policy, disk=folder)
         offload.attach(model)
         before = (lambda: drop(folder)) if where == "dropped" else lambda: None
-        tokens, seconds = time_of_a_token(model, prompt, repeats if where == "mapped" else 1, before)
+        tokens, seconds = time_of_a_token(model, prompt, repeats, before)
         stats = offload.stats()
-        forwards = TOKENS + (TOKENS + 2) * (repeats if where == "mapped" else 1)
+        forwards = TOKENS + (TOKENS + 2) * repeats
         offload.detach()
         assert torch.equal(tokens, expected), f"{policy} gives other tokens"
         median = 1e3 * statistics.median(seconds)
