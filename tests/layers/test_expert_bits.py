@@ -5,7 +5,7 @@ import torch
 from helpers import save_tiny, tiny_model
 from transformers import AutoModelForCausalLM
 
-from hf_efficient import CalibrationConfig, ExpertOffload, WeightOnlyConfig, compress_on_disk
+from hf_efficient import CalibrationConfig, ExpertOffload, WeightOnlyConfig, compress_on_disk, export
 from hf_efficient.calibration import sensitivity
 from hf_efficient.calibration.gradients import language_loss_gradients, name_of_expert
 from hf_efficient.calibration.sensitivity import Sensitivity, choose_bits
@@ -132,3 +132,10 @@ def test_bits_of_other_experts_are_refused(tmp_path, arguments, message):
 def test_what_experts_with_their_own_bits_do_not_have(arguments, message):
     with pytest.raises(ValueError, match=message):
         config(**arguments)
+
+
+def test_other_engines_do_not_read_them(tmp_path):
+    save_tiny(tmp_path / "dense", "mixtral")
+    model = load(tmp_path / "dense", quantization_config=config(method="rtn", calibration=None, overrides=EACH))
+    with pytest.raises(ValueError, match="the fused weights of experts"):
+        export(model, tmp_path / "out")
