@@ -68,7 +68,7 @@ class EfficientEmbedding(SingleWeightModule, nn.Embedding):
         def make(tensors, in_features, dtype):
             return embedding_layout(weight.format, tensors, in_features, dtype, self.is_multiplied)
 
-        return list(self._split(weight, dtype, make))
+        return [make(tensors, weight.in_features, dtype) for _, tensors in self._split(weight)]
 
     @property
     def _is_hf_initialized(self) -> bool:

@@ -7,6 +7,7 @@ from torch import nn
 
 from hf_efficient.formats import Format
 from hf_efficient.integrations.transformers_releases import post_expert_norm
+from hf_efficient.kernels.linear.grouped_cpu import ExpertLayouts
 from hf_efficient.kernels.replay.recorder import as_one_step
 from hf_efficient.layers import CompressedModule, CompressedWeight, apply_layout, placeholder
 
@@ -50,8 +51,9 @@ class EfficientExperts(CompressedModule):
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         """hidden_states [T, H], top_k_index int [T, k] and top_k_weights [T, k] -> [T, H].
 
-        On a GPU the product of all experts is one launch; only the backward pass and adapters read numbers back.
-        Elsewhere the experts that have tokens run one after the other.
+        On a GPU the product of all experts is one launch; only the backward pass and adapters read numbers back. On a
+        CPU it is one call of C++, for formats that have a C++ product. Others, and forwards that keep gradients, run
+        the experts that have tokens one after the other.
         """
         forward = functools.partial(self._forward, self.adapters)
         return as_one_step(forward, hidden_states, top_k_index, top_k_weights)
@@ -86,16 +88,11 @@ class EfficientExperts(CompressedModule):
         """rows [R, H] sorted by expert, counts int64 [E] -> [R, H]."""
         up_name, down_name = self._expert_names
         norm = post_expert_norm(self)
-        up, down = (self.layouts(name + "_", rows.dtype) for name in self._expert_names)
-        if not isinstance(up, list) and rows.dtype is up.dtype:
-            offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-            sizes = counts.tolist() if adapters else None
-            h = up.matmul(rows, offsets, self._expert_bias(up_name))
-            h = self._activate(_adapt_all(h, rows, adapters.get(up_name), sizes))
-            out = down.matmul(h, offsets, self._expert_bias(down_name))
-            out = _adapt_all(out, h, adapters.get(down_name), sizes)
-            return out if norm is None else norm(out)
-        up, down = (getattr(layouts, "experts", layouts) for layouts in (up, down))
+        up, down = each = [self.layouts(name + "_", rows.dtype) for name in self._expert_names]
+        together = [self._together(layouts, rows, name, adapters) for layouts, name in zip(each, self._expert_names)]
+        if None not in together:
+            return self._run_together(*together, rows, counts, adapters)
+        up, down = (getattr(layouts, "experts", layouts) for layouts in each)
         outputs, start = [], 0
         for expert, count in enumerate(counts.tolist()):
             if count == 0:
@@ -110,13 +107,33 @@ class EfficientExperts(CompressedModule):
             del h, out  # freed before the next expert needs as much
         return torch.cat(outputs)
 
+    def _run_together(self, up, down, rows, counts, adapters: dict, experts=slice(None)) -> torch.Tensor:
+        """`_run` by one product up and one down. experts: those that `up`, `down` and counts are of."""
+        up_name, down_name = self._expert_names
+        norm = post_expert_norm(self)
+        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+        sizes = counts.tolist() if adapters else None
+        h = up.matmul(rows, offsets, self._expert_bias(up_name, experts))
+        h = self._activate(_adapt_all(h, rows, adapters.get(up_name), sizes))
+        out = down.matmul(h, offsets, self._expert_bias(down_name, experts))
+        out = _adapt_all(out, h, adapters.get(down_name), sizes)
+        return out if norm is None else norm(out)
+
+    def _together(self, layouts, rows: torch.Tensor, name: str, adapters: dict):
+        """What multiplies rows of all experts at once; None where each expert has to be called."""
+        if not isinstance(layouts, ExpertLayouts):
+            return layouts if getattr(layouts, "dtype", None) is rows.dtype else None
+        learns = torch.is_grad_enabled() and bool(adapters)
+        grouped = None if learns else layouts.grouped
+        return grouped if grouped is not None and grouped.serves(rows, self._expert_bias(name)) else None
+
     def _activate(self, h: torch.Tensor) -> torch.Tensor:
         return self._apply_gate(h) if self.has_gate else self.act_fn(h)
 
     def __reduce_ex__(self, protocol):
         return _blank_experts, (type(self).__bases__[1],), self.__getstate__()
 
-    def _expert_bias(self, name: str, expert: int | slice = slice(None)) -> torch.Tensor | None:
+    def _expert_bias(self, name: str, expert: int | slice | torch.Tensor = slice(None)) -> torch.Tensor | None:
         return getattr(self, name + "_bias")[expert] if self.has_bias else None
 
     def extra_repr(self) -> str:

@@ -3,12 +3,14 @@
 
 import functools
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from hf_efficient.formats import Format
+from hf_efficient.kernels.linear.grouped_cpu import ExpertLayouts
 
 
 # The shape of the tensor in place of a plain module's weight. Savers take all empty tensors for one shared tensor. A
@@ -42,10 +44,14 @@ class CompressedWeight:
         return {name: self.prefix + name for name in self.format.shapes(self.out_features, self.in_features)}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name of a Parameter -> its shape."""
-        leading = () if self.experts is None else (self.experts,)
-        shapes = self.format.shapes(self.out_features, self.in_features)
-        return {self.prefix + name: leading + shape for name, shape in shapes.items()}
+        """Name of a Parameter -> its shape. Raises ValueError where the format is one of other experts."""
+        if self.format.experts not in (None, self.experts):
+            number = "no experts" if self.experts is None else f"{self.experts} experts"
+            raise ValueError(f"bits of {self.format.experts} experts for a weight of {number}")
+        sizes = self.out_features, self.in_features
+        is_one = self.experts is None
+        shapes = self.format.shapes(*sizes) if is_one else self.format.stacked_shapes(self.experts, *sizes)
+        return {self.prefix + name: shape for name, shape in shapes.items()}
 
 
 class CompressedModule(nn.Module):
@@ -92,8 +98,9 @@ class CompressedModule(nn.Module):
     def _from_layout(self, prefix: str, name: str) -> torch.Tensor:
         """A canonical tensor that the layout has replaced."""
         layouts = self._layouts[prefix]
-        if isinstance(layouts, list) and self._compressed[prefix].experts is not None:
-            return torch.stack([layout.replaced[name]() for layout in layouts])
+        weight = self._compressed[prefix]
+        if isinstance(layouts, list) and weight.experts is not None:
+            return weight.format.stack([{name: layout.replaced[name]()} for layout in layouts])[name]
         return self._as_list(layouts)[0].replaced[name]()
 
     def _replaced(self) -> dict[str, tuple[str, str]]:
@@ -165,14 +172,19 @@ class CompressedModule(nn.Module):
             tensors = {name: tensor.data for name, tensor in self.canonical(weight.prefix).items()}
             if grouped := weight.format.grouped_layout(tensors, weight.in_features, dtype):
                 return grouped
-        return list(self._split(weight, dtype, weight.format.layout))
+        parts, columns = list(self._split(weight)), weight.in_features
+        layouts = [format.layout(tensors, columns, dtype) for format, tensors in parts]
+        if len({tuple(layout.replaced) for layout in layouts}) > 1:  # some numbers of bits have no kernel
+            return [format.dequantized_layout(tensors, columns, dtype) for format, tensors in parts]
+        return layouts if weight.experts is None else ExpertLayouts(layouts)
 
-    def _split(self, weight: CompressedWeight, dtype: torch.dtype, make):
-        """`make` applied to the weight, or to that of each expert."""
-        tensors = self.canonical(weight.prefix)
-        for index in (...,) if weight.experts is None else range(weight.experts):
-            own = {name: tensor.data[index] for name, tensor in tensors.items()}
-            yield make(own, weight.in_features, dtype)
+    def _split(self, weight: CompressedWeight) -> Iterator[tuple[Format, dict[str, torch.Tensor]]]:
+        """(format, canonical tensors) of the weight, or of that of each expert."""
+        tensors = {name: tensor.data for name, tensor in self.canonical(weight.prefix).items()}
+        if weight.experts is None:
+            yield weight.format, tensors
+        for index in range(weight.experts or 0):
+            yield weight.format.expert(index), weight.format.unstack(tensors, index, weight.in_features)
 
     def layouts(self, prefix: str, dtype: torch.dtype):
         """The layouts of a weight for inputs of `dtype`, derived where they are missing: a list of one, a list of one
@@ -184,7 +196,8 @@ class CompressedModule(nn.Module):
         layouts = self._layouts.get(prefix)
         if layouts is None:  # offloaded: made for this call only
             weight = self._compressed[prefix]
-            return list(self._split(weight, dtype, weight.format.dequantized_layout))
+            parts = self._split(weight)
+            return [format.dequantized_layout(tensors, weight.in_features, dtype) for format, tensors in parts]
         return layouts
 
     def _is_outdated(self, prefix: str, dtype: torch.dtype) -> bool:

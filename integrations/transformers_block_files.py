@@ -59,7 +59,7 @@ class BlockFiles:
         for name, module in model.named_modules():
             if type(module).__name__ in kinds and not name.startswith(tuple(f"{block}." for block in self.blocks)):
                 self.blocks.append(name)
-        self._prefixes = {f"{block}.": block for block in self.blocks}
+        self._of_blocks = frozenset(self.blocks)
         if shared := self._shared():
             kind = type(model).__name__
             raise ValueError(f"{shared} share weights, so the blocks of {kind} cannot be read one by one")
@@ -73,8 +73,9 @@ class BlockFiles:
 
     def part_of(self, name: str) -> str:
         """The block that the tensor or module `name` lies in, or `OUTSIDE`."""
-        found = (block for prefix, block in self._prefixes.items() if f"{name}.".startswith(prefix))
-        return next(found, OUTSIDE)
+        parts = name.split(".")
+        within = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+        return next((prefix for prefix in within if prefix in self._of_blocks), OUTSIDE)
 
     def _shared(self) -> str | None:
         """Names of two tensors of different parts that are one."""

@@ -110,8 +110,8 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
             elif weight.experts is None:
                 parts = config.compress(dense, weight.format)
             else:
-                each = [config.compress(expert, weight.format) for expert in dense]
-                parts = {part: torch.stack([tensors[part] for tensors in each]) for part in each[0]}
+                each = [config.compress(expert, weight.format.expert(index)) for index, expert in enumerate(dense)]
+                parts = weight.format.stack(each)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         if name in self.swapped.tied_to_embedding.values() and not tensor.is_meta:

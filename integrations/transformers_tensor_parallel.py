@@ -166,6 +166,8 @@ def update_expert_plan(model, plan: dict[str, str]) -> None:
             continue
         for weight in module.compressed_weights():
             own = weight.prefix[:-1]
+            if weight.format.experts is not None:
+                raise ValueError(f"ep_size={size}: the experts of {name} have different numbers of bits")
             if _get_parameter_plan(f"{name}.{own}", plan) not in ("grouped_gemm", "efficient_experts"):
                 raise ValueError(f"ep_plan: the plan of {type(model).__name__} spreads no experts of {name}")
             if weight.experts % size:

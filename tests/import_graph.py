@@ -71,7 +71,8 @@ ROOMS = {
     "generation.drafters cache",
     "generation.training": "generation generation.speculation.options generation.drafters generation.decode",
     "generation.training.train_draft": "generation generation.drafters generation.training compression",
-    "expert_offload": "layers kernels.replay",
+    # kernels.linear: on a CPU the experts that a forward reads are one product
+    "expert_offload": "layers kernels.replay kernels.linear",
     "planning.model_trace": "layers",
     "checkpoints": "configs layers",
     "targets": "configs layers planning.model_trace checkpoints",

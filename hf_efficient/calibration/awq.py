@@ -10,7 +10,7 @@ import torch
 
 from hf_efficient.calibration.blocks import weight_of
 from hf_efficient.calibration.expert_scales import scale_experts
-from hf_efficient.calibration.folding import Folding, Producer, centred
+from hf_efficient.calibration.folding import Folding, Producer, centred, powers_of_two
 from hf_efficient.formats import AffineFormat
 from hf_efficient.methods._affine_grid import covering_grid, group_width, grouped
 from hf_efficient.methods.awq import rounded
@@ -23,14 +23,16 @@ _ELEMENTS_AT_ONCE = 1 << 20  # weights at a time: bounds the float32 copies of r
 @torch.no_grad()
 def transform(block, method: str = "awq") -> None:
     """Scales the inputs of the linears of a `Block` that have this method and an affine format, of other linears that
-    read the same tensor, and of the second weights of fused experts. What the block computes stays. Needs statistics
+    read the same tensor, and of the weights of fused experts. What the block computes stays. Needs statistics
     with a hessian."""
     formats, linears = block.formats, block.linears
-    wanted = {n for n in formats if block.schemes[n].method == method and isinstance(formats[n], AffineFormat)}
+    wanted = {n for n, own in formats.items() if block.schemes[n].method == method and _is_affine(own)}
     scale_experts(
         block,
         wanted.intersection(block.experts),
-        lambda name, weight, inputs, rows: search_scale([weight], [formats[name]], inputs),
+        lambda name, experts, weights, inputs, rows, powers: search_scale(
+            weights, [formats[name].expert(expert) for expert in experts], inputs, powers=powers
+        ),
     )
     chosen = wanted.intersection(linears)
     if not chosen:
@@ -43,13 +45,22 @@ def transform(block, method: str = "awq") -> None:
     Folding(block).scale_inputs(chosen, search)
 
 
+def _is_affine(format) -> bool:
+    return isinstance(format.expert(0), AffineFormat)
+
+
 def search_scale(
-    weights: list[torch.Tensor], formats: list[AffineFormat], inputs, producer: Producer | None = None
+    weights: list[torch.Tensor],
+    formats: list[AffineFormat],
+    inputs,
+    producer: Producer | None = None,
+    powers: bool = False,
 ) -> torch.Tensor:
     """The best s, float32 [K], whose largest and smallest value have the geometric mean 1. weights: [N_i, K] each, of
     linears that read the same rows; formats: in which each is rounded to nearest; inputs: their `LinearInputs`;
-    producer: channels that share a row of it share a scale."""
+    producer: channels that share a row of it share a scale; powers: only powers of two."""
     candidates = candidate_scales(weights, formats, inputs, producer)
+    candidates = powers_of_two(candidates) if powers else candidates
     return min(candidates, key=lambda scale: output_error(weights, formats, inputs.hessian, scale))
 
 

@@ -139,15 +139,16 @@ class BlockCompressor:
                 block.tensors[name] = scheme.compress(weight_of(module), format, inputs, transform)
 
     def _quantize_experts(self, block: Block, name: str, weight: str) -> dict[str, torch.Tensor]:
-        """The canonical tensors of all experts, stacked: [experts, ...]."""
+        """The canonical tensors of all experts, stacked."""
         module, each = block.experts[name], []
         matrices = getattr(module, weight).detach()
         matrices = matrices.transpose(1, 2) if module.is_transposed else matrices
         inputs = block.statistics.get(f"{name}.{weight}", [None] * len(matrices))
         for expert, matrix in enumerate(matrices):
             with naming(f"{name}.{weight}[{expert}]"):
-                each.append(block.schemes[name].compress(matrix, block.formats[name], inputs[expert]))
-        return {part: torch.stack([tensors[part] for tensors in each]) for part in each[0]}
+                format = block.formats[name].expert(expert)
+                each.append(block.schemes[name].compress(matrix, format, inputs[expert]))
+        return block.formats[name].stack(each)
 
     def _quantize_refined(self, block: Block) -> None:
         """Quantizes the kept weights that were refined as values first (see `CompressionConfig.before_codes`)."""

@@ -1,4 +1,4 @@
-"""Per-channel scales of AWQ and SmoothQuant for the second weight of fused experts.
+"""Per-channel scales of AWQ and SmoothQuant for both weights of fused experts.
 
 What an expert's down projection reads is proportional to the rows of its up projection that the gate multiplies. So
 each expert has a scale of its own: those rows take 1 / s, and the columns of the down projection take s. It computes
@@ -6,7 +6,9 @@ the same, at no cost. Which rows these are is found with random powers of two, w
 is not proportional to them (GELU without a gate, GPT-OSS's clamped gate) rules them out, and the experts keep their
 weights.
 
-What all experts read also goes to the router, whose decisions must not change by a rounding: it is not scaled.
+What all experts read also goes to the router, whose decisions must not change by a rounding. Its scale is made of
+powers of two. The norm before it is divided by them, and all that reads it is multiplied: no bit of what the block
+computes changes. Where no norm makes it, or the norm's weight is stored less one, it stays as it is.
 """
 
 from collections.abc import Callable
@@ -14,25 +16,29 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from hf_efficient.calibration.folding import Folding
 from hf_efficient.experts import expert_weight_names
 from hf_efficient.integrations.transformers_compat import expert_activation
 from hf_efficient.observers.linear_inputs import LinearInputs
 
 
 _ROWS = 512  # of an expert's inputs in a sample
-Search = Callable[[str, torch.Tensor, LinearInputs, torch.Tensor], torch.Tensor]
+_EXPERTS = 8  # those with most rows: for them the scale is searched that all share
+Search = Callable[[str, list[int], list[torch.Tensor], LinearInputs, torch.Tensor, bool], torch.Tensor]
 
 
 @torch.no_grad()
 def scale_experts(block, chosen: set[str], search: Search) -> None:
-    """Scales what the second weights of the fused experts `chosen` of a `Block` read. Experts that no row reached stay
-    as they are.
+    """Scales what both weights of the fused experts `chosen` of a `Block` read. Experts that no row reached keep their
+    second weights.
 
-    search: (name of the experts, weight [N, K], its `LinearInputs`, at most 512 of its input rows float32 [n, K]) -> s,
-        float [K].
+    search: (name of the module, some of its experts, their weights [N, K], which read the same rows, the `LinearInputs`
+        of these, at most 512 of them float32 [n, K], whether s must be powers of two) -> s, float [K].
     """
+    folding = Folding(block) if chosen else None
     for name in chosen:
         module = block.experts[name]
+        _scale_first(block, name, folding, search)
         rows = proportional_rows(module)
         if rows is None:
             continue
@@ -41,12 +47,28 @@ def scale_experts(block, chosen: set[str], search: Search) -> None:
         inputs.settle_unreached()
         for expert in inputs.rows.counts.nonzero().flatten().tolist():
             up, down = (_by_output(module, weight, expert) for weight in (up_name, down_name))
-            scale = search(name, down, inputs[expert], inputs.sample(expert, _ROWS)).to(down.device, torch.float32)
+            scale = search(name, [expert], [down], inputs[expert], inputs.sample(expert, _ROWS), False).to(
+                down.device, torch.float32
+            )
             up[rows] = (up[rows].float() / scale[:, None]).to(up.dtype)
             bias = getattr(module, up_name + "_bias", None)
             if bias is not None:
                 bias.data[expert, rows] = (bias.data[expert, rows].float() / scale).to(bias.dtype)
             down.copy_((down.float() * scale).to(down.dtype))
+
+
+def _scale_first(block, name: str, folding: Folding, search: Search) -> None:
+    module, up_name = block.experts[name], expert_weight_names(block.experts[name])[0]
+    inputs, weights = block.statistics[f"{name}.{up_name}"], getattr(module, up_name).data
+    weights = weights.transpose(1, 2) if module.is_transposed else weights
+    most = inputs.rows.counts.argsort(descending=True)[:_EXPERTS].tolist()
+    most = [expert for expert in most if inputs.rows.counts[expert]]
+    if not most:
+        return
+    sample = torch.cat([inputs.sample(expert, _ROWS // len(most)) for expert in most])
+    scale = search(name, most, [weights[expert] for expert in most], inputs.merged(), sample, True)
+    if not torch.all(scale == 1) and folding.divide_norm(module, weights, scale):
+        inputs.divide(scale)
 
 
 def proportional_rows(module: nn.Module) -> torch.Tensor | None:

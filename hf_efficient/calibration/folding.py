@@ -139,6 +139,52 @@ class Folding:
             self.block.transforms[name] = {"input_scale": 1 / scale}
         return False
 
+    def divide_norm(self, experts: nn.Module, weights: torch.Tensor, scale: torch.Tensor) -> bool:
+        """Lets fused `experts`, and all else that reads what a norm gives them, read it divided by powers of two.
+
+        Args:
+            weights: the first weights of the experts, a view [E, N, K].
+            scale: float [K].
+
+        Returns:
+            True if the weights of the norm and of its readers changed, and all that the block computes behind it kept
+            its bits, up to the order of sums; statistics of linears become those of the divided inputs. False
+            otherwise, and nothing changed.
+        """
+        pointer = next((call.input_pointer for call in self._reference if call.module is experts), None)
+        outputs = ((i, call.norm_output) for i, call in enumerate(self._reference) if call.norm_output is not None)
+        at = next((i for i, output in outputs if output.data_ptr() == pointer), None)
+        if at is None:
+            return False
+        norm = self._reference[at].module  # what was there before may have had the same address
+        following = [call.module for call in self._reference[at + 1 :] if call.input_pointer == pointer]
+        readers = [module for module in following if getattr(getattr(module, "weight", None), "ndim", 0) == 2]
+        matrices = [weight_of(reader) for reader in readers]
+        if any(matrix.shape[1] != len(scale) for matrix in matrices):
+            return False
+        scale = scale.to(weights.device, weights.dtype)
+        if not all(torch.equal(matrix * scale / scale, matrix) for matrix in (*weights, *matrices)):
+            return False  # beyond the range of the dtype
+        restored = _Restored([norm, *readers])
+        exact = Producer(norm, torch.arange(len(scale))).divide(scale.float())
+        for matrix in (*weights, *matrices):
+            matrix.mul_(scale)
+        after = self._run() if torch.equal(exact.float(), scale.float()) else []
+        first = next(i for i, call in enumerate(self._reference) if call.module in (experts, *readers))
+        pairs = zip(self._reference[first:], after[first:])
+        if len(after) != len(self._reference) or not all(
+            _exact(old, new) for before, now in pairs for old, new in zip(before.outputs, now.outputs)
+        ):
+            restored.__exit__()
+            for matrix in weights:
+                matrix.div_(scale)
+            return False
+        self._reference, scaled = after, {}
+        for name in filter(None, (self._names.get(id(reader)) for reader in readers)):
+            inputs = self.block.statistics[name]
+            self.block.statistics[name] = scaled.setdefault(id(inputs), inputs.scaled(1 / scale))
+        return True
+
     def _modules(self, names: list[str]) -> list[nn.Module]:
         return [self.block.linears[name] for name in names]
 
@@ -203,6 +249,12 @@ def centred(scale: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
         return torch.ones_like(scale)
     scale = scale / (scale[live].amax() * scale[live].amin()).sqrt()
     return torch.where(live, scale.clamp(1e-4, 1e4), 1.0)
+
+
+def powers_of_two(scales: Iterator[torch.Tensor]) -> list[torch.Tensor]:
+    """The powers of two nearest to each of `scales`, float [K], in the same order, none twice."""
+    rounded = (torch.exp2(scale.log2().round()) for scale in scales)
+    return list({tuple(scale.tolist()): scale for scale in rounded}.values())
 
 
 @dataclasses.dataclass

@@ -1,5 +1,6 @@
 """Gradients of the language modelling loss: one backward pass per window, and what methods read from it."""
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -8,6 +9,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_efficient.calibration.blocks import weight_of, without_cache
+from hf_efficient.experts import expert_weight_names
+from hf_efficient.integrations.transformers_compat import expert_activation
+from hf_efficient.integrations.transformers_releases import post_expert_norm
 from hf_efficient.observers.hooks import replaced_forwards, watching_outputs
 from hf_efficient.observers.linear_inputs import bfloat16_products
 
@@ -71,7 +75,7 @@ def gradients(
             squares[name].append(deltas.square().sum(1))
 
     generator = torch.Generator().manual_seed(seed) if True in drawn else None
-    language_loss_gradients(model, modules, tokens, blocks, add, generator)
+    language_loss_gradients(model, modules, tokens, blocks, add, drawn=generator)
     for name, own in found.items():
         if own.token_weights is not None:
             if [len(window) for window in squares[name]] != [tokens.shape[1]] * len(tokens):
@@ -91,10 +95,12 @@ def language_loss_gradients(
     blocks: Iterable[nn.Module],
     add: Callable[[str, torch.Tensor, torch.Tensor], None],
     drawn: torch.Generator | None = None,
+    experts: Mapping[str, nn.Module] | None = None,
 ) -> None:
     """Runs the backward pass of the loss over `tokens` int64 [windows, length], window by window, where the model's
     weights are. For every call of each of `modules` it calls `add(name, inputs [..., K], gradient of the summed loss
-    for the outputs [..., N])`.
+    for the outputs [..., N])`. For `experts` it calls it with the name of each expert's weight (see
+    `name_of_expert`).
 
     No gradients of weights are kept. Activations are kept of one of the `blocks` at a time, plus the hidden states
     between them, [length, hidden] per block, and three times the logits [length, vocabulary].
@@ -104,6 +110,7 @@ def language_loss_gradients(
         modules: name -> `nn.Linear` or `Conv1D`.
         blocks: modules that are computed again in the backward pass.
         drawn: where given, the loss is that of next tokens drawn by it from what the model predicts, at all positions.
+        experts: name -> fused experts, which then run one by one.
 
     Raises:
         ValueError: the model gives no logits for `input_ids` alone.
@@ -112,6 +119,8 @@ def language_loss_gradients(
     def watched(name: str, args, kwargs, output: torch.Tensor) -> torch.Tensor | None:
         return _GradientHook.apply(output, args[0].detach(), name, add) if output.requires_grad else None
 
+    experts = experts or {}
+    one_by_one = [functools.partial(_run_experts, *item, add) for item in experts.items()]
     blocks, embedding = list(blocks), {"": model.get_input_embeddings()}
     trained, forwards = [p for p in model.parameters() if p.requires_grad], [block.forward for block in blocks]
 
@@ -124,6 +133,7 @@ def language_loss_gradients(
         torch.enable_grad(),
         without_cache(model),
         replaced_forwards(blocks, recomputed),
+        replaced_forwards(list(experts.values()), one_by_one.__getitem__),
     ):
         try:
             for parameter in trained:
@@ -139,6 +149,30 @@ def check_finite(name: str, *tensors: torch.Tensor) -> None:
     """Raises ValueError, naming the linear, unless all values are finite."""
     if not all(tensor.isfinite().all() for tensor in tensors):
         raise ValueError(f"{name}: the gradients of the calibration loss are not finite")
+
+
+def name_of_expert(experts: str, weight: str, expert: int) -> str:
+    """The name of a weight of one expert."""
+    return f"{experts}.{weight}[{expert}]"
+
+
+def _run_experts(name: str, module: nn.Module, add, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
+    """The forward of fused experts, with the inputs and gradients of each product handed to `add`."""
+    output, norm = torch.zeros_like(hidden_states), post_expert_norm(module)
+
+    def product(weight: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+        matrix, bias = getattr(module, weight)[expert], getattr(module, weight + "_bias", None)
+        y = x @ (matrix if module.is_transposed else matrix.t())
+        y = y if bias is None else y + bias[expert]
+        return _GradientHook.apply(y, x.detach(), name_of_expert(name, weight, expert), add) if y.requires_grad else y
+
+    up, down = expert_weight_names(module)
+    for expert in top_k_index.unique().tolist():
+        rows, places = (top_k_index == expert).nonzero(as_tuple=True)
+        y = product(down, expert, expert_activation(module, product(up, expert, hidden_states[rows])))
+        y = y if norm is None else norm(y)
+        output = output.index_add(0, rows, (y * top_k_weights[rows, places, None]).to(output.dtype))
+    return output
 
 
 class _GradientHook(torch.autograd.Function):

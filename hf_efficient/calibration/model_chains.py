@@ -30,7 +30,8 @@ def find_chains(model: nn.Module, targets: Iterable[str], run: Callable[[], Any]
         for name, module in model.named_modules()
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and any(t.startswith(name + ".") for t in targets)
     }
-    calls = _watch(model, targets.union(*lists.values()), run)
+    listed = set().union(*lists.values())
+    calls = _watch(model, targets | listed, listed, run)
     chains, inside = [], ()
     for name in sorted(lists, key=lambda name: name.count(".")):
         if name.startswith(inside):
@@ -63,17 +64,20 @@ class _BlockCall:
         return None if isinstance(self.output, torch.Tensor) else tuple(v is not None for v in outputs_of(self.output))
 
 
-def _watch(model: nn.Module, names: set[str], run: Callable[[], Any]) -> list[_BlockCall]:
-    """Every call of the modules `names`, in order."""
+def _watch(model: nn.Module, names: set[str], blocks: set[str], run: Callable[[], Any]) -> list[_BlockCall]:
+    """Every call of the modules `names`, in order; of those in `blocks` with its hidden states and output: those
+    of all linears together would be much of a large model's memory."""
     calls, open_calls = [], {name: [] for name in names}
     modules = {name: model.get_submodule(name) for name in names}
 
     def before(module, args, kwargs, name):
-        calls.append(_BlockCall(name, hidden_argument(args, kwargs)))
+        calls.append(_BlockCall(name, hidden_argument(args, kwargs) if name in blocks else None))
         open_calls[name].append(calls[-1])
 
     def after(name, args, kwargs, output):
-        open_calls[name].pop().output = output
+        call = open_calls[name].pop()
+        if name in blocks:
+            call.output = output
 
     with ExitStack() as stack, torch.no_grad(), watching_outputs(modules, after):
         for name, module in modules.items():

@@ -48,7 +48,7 @@ def refine_block(block: Block, targets: list[torch.Tensor], epochs: float | None
     experts = {
         name: _tuned_experts(block, name)
         for name in block.experts
-        if block.schemes[name].refine and is_tuned(block.formats[name])
+        if block.schemes[name].refine and is_tuned(block.formats[name].expert(0))
     }
     weights = [*tuned.values(), *(weight for each in experts.values() for weight in each.all())]
     if not weights:
@@ -59,7 +59,8 @@ def refine_block(block: Block, targets: list[torch.Tensor], epochs: float | None
     parameters = [group for weight in weights for group in weight.groups()]
     if refine_linears(block, targets, tuned, parameters, epochs, seed, experts):
         block.formats.update({name: weight.format for name, weight in tuned.items()})
-        block.formats.update({name: each.all()[0].format for name, each in experts.items()})
+        one = {name: each.all()[0].format for name, each in experts.items()}
+        block.formats.update({name: format for name, format in one.items() if block.formats[name].experts is None})
 
 
 def _tuned_experts(block: Block, name: str) -> TunedExperts:
@@ -67,7 +68,7 @@ def _tuned_experts(block: Block, name: str) -> TunedExperts:
     format, prefix = block.formats[name], f"{name}."
     tensors = {key.removeprefix(prefix): x for key, x in block.tensors.items() if key.startswith(prefix)}
     return TunedExperts(
-        block.experts[name], tensors, lambda module, own: _TUNED[type(inner_format(format))](module, format, own)
+        block.experts[name], tensors, format, lambda module, own, of: _TUNED[type(inner_format(of))](module, of, own)
     )
 
 

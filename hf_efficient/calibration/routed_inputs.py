@@ -28,6 +28,7 @@ class RoutedRows:
         up = getattr(module, expert_weight_names(module)[0])
         self.width = up.shape[1] if module.is_transposed else up.shape[2]
         self.counts = torch.zeros(len(up), dtype=torch.long)
+        self._divisor: torch.Tensor | None = None
 
     def add(self, hidden: torch.Tensor, chosen: torch.Tensor) -> None:
         """hidden [..., H], chosen int [..., k]. Under expert parallelism, numbers beyond those of the experts stand for
@@ -39,6 +40,10 @@ class RoutedRows:
             if 0 <= expert < len(self.counts):
                 self.counts[expert] += (chosen == expert).any(1).sum().item()
 
+    def divide(self, scale: torch.Tensor) -> None:
+        """From now on the rows are those that were kept, divided by powers of two [H]."""
+        self._divisor = scale
+
     def inputs(self, name: str, hessian: bool) -> "list[RoutedInputs]":
         """The statistics of both weights of the experts `name`."""
         weights = enumerate(expert_weight_names(self.module))
@@ -49,7 +54,8 @@ class RoutedRows:
         for hidden, chosen in self._calls:
             is_routed = (chosen == expert).any(1)
             if is_routed.any():
-                yield hidden[is_routed.to(hidden.device)].to(device)
+                rows = hidden[is_routed.to(hidden.device)].to(device)
+                yield rows if self._divisor is None else rows / self._divisor.to(rows)
 
     def projected(self, expert: int, device) -> Iterator[torch.Tensor]:
         """What the expert's first weight and activation make of each of them [R, I]."""
@@ -111,6 +117,16 @@ class RoutedInputs(Sequence):
         """At most `most` of them, evenly spread, float32 [n, K]."""
         step = max(1, -(-int(self.rows.counts[expert]) // most))
         return torch.cat([rows.float() for rows in self.of(expert)])[::step]
+
+    def divide(self, scale: torch.Tensor) -> None:
+        """The statistics of both weights become those of hidden states divided by powers of two [H]; the first weights
+        are multiplied by them already."""
+        self.rows.divide(scale)
+        self._all = None
+
+    def merged(self) -> LinearInputs:
+        """The statistics of all rows of all experts, a row once for each expert that it was routed to."""
+        return self._merged()
 
     def settle_unreached(self) -> None:
         """Fixes the statistics of experts that no row reached, before weights of the others change."""

@@ -3,7 +3,9 @@ https://arxiv.org/abs/2405.14917, for whole layers).
 
 To second order, and with outputs and inputs of a layer taken as independent, an error E [N, K] of its weight raises the
 loss of a token by 1/2 sum_nk g_n E_nk^2 h_k, where g_n is the mean square of the loss's gradient for output n (Fisher)
-and h_k the mean square of input k. Bits go where they lower the sum over all layers most."""
+and h_k the mean square of input k. Bits go where they lower the sum over all layers most.
+
+Each expert of a mixture counts as a layer, with the share of the tokens that reach it as a factor."""
 
 import dataclasses
 import math
@@ -15,7 +17,9 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_efficient import methods
 from hf_efficient.calibration.blocks import weight_of
-from hf_efficient.calibration.gradients import check_finite, language_loss_gradients
+from hf_efficient.calibration.gradients import check_finite, language_loss_gradients, name_of_expert
+from hf_efficient.experts import expert_weight_names, is_fused_experts
+from hf_efficient.formats import AffineFormat
 from hf_efficient.methods import inner_format
 
 
@@ -39,18 +43,22 @@ class Sensitivity:
 def sensitivities(
     model: nn.Module, names: Iterable[str], tokens: torch.Tensor, blocks: Iterable[nn.Module] = ()
 ) -> dict[str, Sensitivity]:
-    """Name of a linear -> its `Sensitivity`, from one backward pass over `tokens` int64 [windows, length]; see
-    `language_loss_gradients` for the memory, the other arguments and the errors. ValueError for gradients that are not
-    finite."""
+    """Name of a linear, or of an expert's weight (`name_of_expert`) -> its `Sensitivity`, from one backward pass over
+    `tokens` int64 [windows, length]; see `language_loss_gradients` for the memory, the other arguments and the errors.
+    names: of linears and fused experts. ValueError for gradients that are not finite."""
     modules = {name: model.get_submodule(name) for name in names}
-    found = {name: _empty(module) for name, module in modules.items()}
+    experts = {name: modules.pop(name) for name in list(modules) if is_fused_experts(modules[name])}
+    found = {name: _empty(weight_of(module)) for name, module in modules.items()}
+    for name, module in experts.items():
+        for weight, matrices in _matrices(module).items():
+            found |= {name_of_expert(name, weight, e): _empty(matrix) for e, matrix in enumerate(matrices)}
 
     def add(name: str, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
         found[name].outputs += gradient.float().square().flatten(0, -2).sum(0)
         found[name].inputs += inputs.float().square().flatten(0, -2).sum(0)
         found[name].count += inputs[..., 0].numel()
 
-    language_loss_gradients(model, modules, tokens, blocks, add)
+    language_loss_gradients(model, modules, tokens, blocks, add, experts=experts)
     for name, sensitivity in found.items():
         check_finite(name, sensitivity.outputs, sensitivity.inputs)
     return found
@@ -64,30 +72,34 @@ def choose_bits(
     widths: Iterable[int] = (2, 3, 4, 8),
     method: str = "mse",
 ) -> dict[str, int]:
-    """Name -> bits, of `widths`: together the linears take at most the memory that they take in the given formats (full
-    name -> Format with the bits meant on average), scales and zero points counted. Fused experts, and layers that no
-    token reached, keep their bits.
+    """Name -> bits, of `widths`, of fused experts a list, unless all have the same: together the layers take at most
+    the memory that they take in the given formats (full name -> Format with the bits meant on average), scales and zero
+    points counted. Layers and experts that no token reached keep their bits, and so do the experts of a format that is
+    no `AffineFormat`.
 
     method: data-free, stands in for the one that will be used. model, tokens, blocks and errors: see `sensitivities`.
     """
-    linears = [name for name in formats if isinstance(model.get_submodule(name), (nn.Linear, Conv1D))]
-    losses, sizes, budget = {}, {}, 0
+    modules = {name: model.get_submodule(name) for name in formats}
+    chosen = {n: m for n, m in modules.items() if isinstance(m, (nn.Linear, Conv1D)) or _has_own_bits(m, formats[n])}
+    found, losses, sizes, budget = sensitivities(model, chosen, tokens, blocks), {}, {}, 0
     kept = {name: inner_format(format).bits for name, format in formats.items()}
-    for name, sensitivity in sensitivities(model, linears, tokens, blocks).items():
-        format = formats[name]
-        if not sensitivity.count:
-            continue
-        module = model.get_submodule(name)
-        weight = weight_of(module)
-        budget += _size(format, weight)
-        losses[name], sizes[name] = {}, {}
-        for bits in widths:
-            candidate = _with_bits(format, bits)
-            tensors = methods.quantize(weight, candidate, method)
-            restored = candidate.dequantize(tensors, weight.shape[1], torch.float32)
-            losses[name][bits] = sensitivity.loss(weight - restored)
-            sizes[name][bits] = _size(candidate, weight)
-    return {**kept, **allocate(losses, sizes, budget)}
+    for name, module in chosen.items():
+        for item, weights in _layers(name, module).items():
+            if not any(found[own].count for own in weights):
+                continue
+            share = 1.0 if len(weights) == 1 else max(found[own].count for own in weights) / tokens.numel()
+            budget += sum(_size(formats[name], weight) for weight in weights.values())
+            losses[item], sizes[item] = {}, {}
+            for bits in widths:
+                format = _with_bits(formats[name], bits)
+                rises = (found[own].loss(_error(weight, format, method)) for own, weight in weights.items())
+                losses[item][bits] = share * sum(rises)
+                sizes[item][bits] = sum(_size(format, weight) for weight in weights.values())
+    bits = allocate(losses, sizes, budget)
+    for name, module in chosen.items():
+        each = [bits.get(item, kept[name]) for item in _layers(name, module)]
+        kept[name] = each[0] if len(set(each)) == 1 else each
+    return kept
 
 
 def allocate(
@@ -127,8 +139,37 @@ def allocate(
     return {name: bits[name] for name in losses}
 
 
-def _empty(module: nn.Module) -> Sensitivity:
-    outputs, inputs = (torch.zeros(size, device=module.weight.device) for size in weight_of(module).shape)
+def _has_own_bits(module: nn.Module, format) -> bool:
+    """Whether the experts of a module may differ in bits."""
+    return is_fused_experts(module) and isinstance(format, AffineFormat) and format.group_size is not None
+
+
+def _matrices(experts: nn.Module) -> dict[str, torch.Tensor]:
+    """Name of a weight of fused experts -> a view [E, N, K]."""
+    weights = {name: getattr(experts, name).detach() for name in expert_weight_names(experts)}
+    return {name: w.transpose(1, 2) if experts.is_transposed else w for name, w in weights.items()}
+
+
+def _layers(name: str, module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+    """What gets bits of its own: a linear, or each expert -> the names of its weights, as in `sensitivities`, and the
+    weights [N, K]."""
+    if not is_fused_experts(module):
+        return {name: {name: weight_of(module)}}
+    matrices = _matrices(module)
+    return {
+        f"{name}[{e}]": {name_of_expert(name, own, e): matrix[e] for own, matrix in matrices.items()}
+        for e in range(module.num_experts)
+    }
+
+
+def _error(weight: torch.Tensor, format, method: str) -> torch.Tensor:
+    """What rounding changes, float32 [N, K]."""
+    tensors = methods.quantize(weight, format, method)
+    return weight - format.dequantize(tensors, weight.shape[1], torch.float32)
+
+
+def _empty(weight: torch.Tensor) -> Sensitivity:
+    outputs, inputs = (torch.zeros(size, device=weight.device) for size in weight.shape)
     return Sensitivity(inputs, outputs)
 
 

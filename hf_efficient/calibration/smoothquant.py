@@ -9,7 +9,7 @@ import torch
 
 from hf_efficient.calibration.blocks import weight_of
 from hf_efficient.calibration.expert_scales import scale_experts
-from hf_efficient.calibration.folding import Folding, Producer, centred
+from hf_efficient.calibration.folding import Folding, Producer, centred, powers_of_two
 from hf_efficient.calibration.static_ranges import activation_tensors
 from hf_efficient.methods import inner_format, quantize
 from hf_efficient.observers.hooks import watching_inputs
@@ -22,13 +22,14 @@ _ROWS = 512  # rows of a tensor in its sample, spread evenly over all batches
 @torch.no_grad()
 def transform(block, method: str = "smoothquant") -> None:
     """Scales the inputs of the linears of a `Block` that have this method and no rotation, of other linears that read
-    the same tensor, and of the second weights of fused experts. What the block computes stays. Runs the block once more
+    the same tensor, and of the weights of fused experts. What the block computes stays. Runs the block once more
     over all batches for the sample."""
     formats, linears = block.formats, block.linears
     wanted = {n for n in formats if block.schemes[n].method == method and not getattr(formats[n], "rotation", False)}
 
-    def search_of_expert(name: str, weight: torch.Tensor, inputs, sample: torch.Tensor) -> torch.Tensor:
-        return search_scale([weight], [(inner_format(formats[name]), block.schemes[name])], inputs, sample)
+    def search_of_expert(name: str, experts, weights: list, inputs, sample, powers: bool) -> torch.Tensor:
+        rounding = [(inner_format(formats[name]), block.schemes[name])] * len(weights)
+        return search_scale(weights, rounding, inputs, sample, powers=powers)
 
     scale_experts(block, wanted.intersection(block.experts), search_of_expert)
     chosen = wanted.intersection(linears)
@@ -62,13 +63,19 @@ def sample_rows(block, names: list[str]) -> list[torch.Tensor]:
 
 
 def search_scale(
-    weights: list[torch.Tensor], rounding: list[tuple], inputs, rows: torch.Tensor, producer: Producer | None = None
+    weights: list[torch.Tensor],
+    rounding: list[tuple],
+    inputs,
+    rows: torch.Tensor,
+    producer: Producer | None = None,
+    powers: bool = False,
 ) -> torch.Tensor:
     """The best s, float32 [K], whose largest and smallest value have the geometric mean 1. weights: [N_i, K] each, of
     linears that read the same rows; rounding: (format, `W8A8Config`) of each; inputs: their `LinearInputs`, of which
     `absmax` is used; rows: float32 [n, K], on which the outputs are compared; producer: channels that share a row of it
-    share a scale."""
+    share a scale; powers: only powers of two."""
     candidates = candidate_scales(weights, inputs, producer)
+    candidates = powers_of_two(candidates) if powers else candidates
     return min(candidates, key=lambda scale: output_error(weights, rounding, rows, scale))
 
 

@@ -45,17 +45,19 @@ class TunedWeight:
 class TunedExperts:
     """The weights of fused experts `module`, each of each expert a `TunedWeight`.
 
-    make: (module with the weight [N, K] of one expert, its canonical tensors) -> `TunedWeight`. tensors: name of the
-    parameter -> canonical tensors of all experts, stacked.
+    make: (module with the weight [N, K] of one expert, its canonical tensors, its format) -> `TunedWeight`. tensors:
+    name of the parameter -> canonical tensors of all experts, stacked. format: of all experts.
     """
 
-    def __init__(self, module: nn.Module, tensors: dict[str, dict[str, torch.Tensor]], make: Callable):
-        self.module, self.weights = module, {}
+    def __init__(self, module: nn.Module, tensors: dict[str, dict[str, torch.Tensor]], format, make: Callable):
+        self.module, self.weights, self.format = module, {}, format
         for name in expert_weight_names(module):
             matrices = getattr(module, name).detach()
             matrices = matrices.transpose(1, 2) if module.is_transposed else matrices
-            own = [{part: tensor[expert] for part, tensor in tensors[name].items()} for expert in range(len(matrices))]
-            self.weights[name] = [make(_Matrix(matrix), parts) for matrix, parts in zip(matrices, own)]
+            self.weights[name] = [
+                make(_Matrix(matrix), format.unstack(tensors[name], expert, matrix.shape[1]), format.expert(expert))
+                for expert, matrix in enumerate(matrices)
+            ]
 
     def all(self) -> list[TunedWeight]:
         return [weight for each in self.weights.values() for weight in each]
@@ -75,7 +77,7 @@ class TunedExperts:
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """Name of the parameter -> canonical tensors, stacked."""
         made = {name: [weight.tensors() for weight in each] for name, each in self.weights.items()}
-        return {name: {part: torch.stack([x[part] for x in each]) for part in each[0]} for name, each in made.items()}
+        return {name: self.format.stack(each) for name, each in made.items()}
 
 
 class _Matrix(nn.Module):

@@ -4,8 +4,12 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_efficient.evaluation.memory import private_bytes
 
-PROCESS = 400_000_000  # Python, torch, transformers, and what the C library keeps of freed memory
+
+_LATER = 30_000_000  # libraries that are loaded when a block runs first, and what the C library keeps of freed memory
+_NAMED = 10_000  # objects of Python for a tensor of the checkpoint: hooks, names, places in files
+_EXAMPLE = 16  # tokens with which the model is watched: every block's hidden states stay until all blocks are found
 _SQUARES = 6  # float32 [K, K] matrices that error feedback holds at once beside the Hessian
 _MATRICES = 7  # float32 [N, K] matrices that choosing the codes of one weight holds at once
 _STATES, _OUTPUTS = 8, 4  # float32 tensors as wide as hidden states, and as the widest layer, while a block runs
@@ -16,6 +20,7 @@ class DiskPlan:
     """Bytes in memory at most, and on disk.
 
     Args:
+        process: what this process holds already, with what it will load, and Python's objects for so many tensors.
         blocks: of two blocks of the model.
         outside: of what lies outside the blocks, with one block: while the model finds its blocks.
         statistics: of the inputs of the layers of a block, of running it on one batch, and of the search for the codes
@@ -24,6 +29,7 @@ class DiskPlan:
         source: of the checkpoint that is read.
     """
 
+    process: int
     blocks: int
     outside: int
     statistics: int
@@ -35,29 +41,32 @@ class DiskPlan:
     @property
     def memory(self) -> int:
         """Bytes in memory at most."""
-        return PROCESS + max(self.outside, self.blocks + self.statistics)
+        return self.process + max(self.outside, self.blocks + self.statistics)
 
     @property
     def disk(self) -> int:
         """Bytes on the disk of `folder` at most."""
         return self.states + self.checkpoint
 
+    def _parts(self) -> str:
+        return (
+            f"{_size(self.process)} for the process, {_size(self.blocks)} for two blocks, {_size(self.statistics)} for "
+            f"statistics and rounding, or {_size(self.outside)} for embeddings and a block"
+        )
+
     def text(self, allowed: int) -> str:
         """The plan in words."""
         return (
-            f"memory: {_size(self.memory)} of {_size(allowed)} ({_size(PROCESS)} for the process, {_size(self.blocks)} "
-            f"for two blocks, {_size(self.statistics)} for statistics and rounding, or {_size(self.outside)} for "
-            f"embeddings and a block); disk: {_size(self.states)} of hidden states and {_size(self.checkpoint)} of "
-            f"weights beside {self.folder.parent}, from a checkpoint of {_size(self.source)}"
+            f"memory: {_size(self.memory)} of {_size(allowed)} ({self._parts()}); disk: {_size(self.states)} of hidden "
+            f"states and {_size(self.checkpoint)} of weights beside {self.folder.parent}, from a checkpoint of "
+            f"{_size(self.source)}"
         )
 
     def check(self, allowed: int) -> None:
         """Raises ValueError where the plan does not fit into `allowed` bytes of memory, or into the disk."""
         if self.memory > allowed:
             raise ValueError(
-                f"memory={_size(allowed)} is too little: the plan takes {_size(self.memory)} ({_size(PROCESS)} for the "
-                f"process, {_size(self.blocks)} for two blocks and {_size(self.statistics)} for statistics, or "
-                f"{_size(self.outside)} for embeddings and a block)"
+                f"memory={_size(allowed)} is too little: the plan takes {_size(self.memory)} ({self._parts()})"
             )
         there = next(parent for parent in self.folder.parents if parent.exists())
         written = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
@@ -88,7 +97,9 @@ def plan(files, folder: Path) -> DiskPlan:
     )
     whole = sum(files.size(part) for part in ("", *files.blocks))
     dense = sum(_count(w) for w, _ in swapped.weights.values()) * itemsize
+    watched = _EXAMPLE * hidden * itemsize * len(files.blocks) if swapped.calibrated else 0
     return DiskPlan(
+        process=private_bytes() + _LATER + _NAMED * len(files.stored) + watched,
         blocks=2 * largest,
         outside=_bytes_of(files, "") + largest,
         statistics=statistics,

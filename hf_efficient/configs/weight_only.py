@@ -52,7 +52,8 @@ class WeightOnlyConfig(CompressionConfig):
 
     Args:
         bits (2, 3, 4 or 8; default 4): bits of a code. With `mixed_precision` the average over the layers. With
-            codebook="trellis" 2, 2.5, 3, 3.5 or 4, with method="pb_llm" 1.
+            codebook="trellis" 2, 2.5, 3, 3.5 or 4, with method="pb_llm" 1. In an override of the experts of a mixture
+            also a list: the bits of each.
         group_size (int or None; default "auto"): weights that share a scale: a positive multiple of 8, -1 for one group
             per output channel, None for one scale for the whole tensor. "auto" is -1 with 8 bits or a trellis, 32
             with "mxfp4" or quality="best", 16 with "nvfp4", 128 with method="billm", -1 with "pb_llm", else 64. On CPU
@@ -90,7 +91,8 @@ class WeightOnlyConfig(CompressionConfig):
         refine (bool; default False): after each block, tune scales and rounding by gradient on the block's outputs;
             needs `calibration`. With codebook="trellis" factors of rows and of inputs, and no codes; scales of "mxfp4"
             stay.
-        mixed_precision (bool; default False): give each layer as many bits as it needs, `bits` on average; needs
+        mixed_precision (bool; default False): give each layer as many bits as it needs, `bits` on average, and so each
+            expert of a mixture: those that tokens reach often, and whose errors raise the loss more, get more. Needs
             `calibration`.
         int8_on_cpu (bool or "auto"; default "auto"): with the C++ kernels, models in bfloat16 round their inputs to 8
             bits, with a scale for every 64 columns of a row: faster prompts and batches at a small loss. Of every 64
@@ -186,6 +188,8 @@ class WeightOnlyConfig(CompressionConfig):
             check(any(bits == b and not isinstance(bits, bool) for b in TRELLIS_BITS), "bits", bits, _TRELLIS_ALLOWED)
         elif method in OWN_FORMATS:
             _check_own_format(scheme)
+        elif isinstance(bits, list):
+            _check_expert_bits(scheme)
         else:
             check_choices(scheme, bits=WEIGHT_BITS)
         is_width = is_integer(group_size, -1) and (group_size == -1 or (group_size > 0 and group_size % 8 == 0))
@@ -308,8 +312,8 @@ class WeightOnlyConfig(CompressionConfig):
 
     def format(self):
         from hf_efficient.formats import binary
-        from hf_efficient.formats.affine import AffineFormat
         from hf_efficient.formats.codebook import CodebookFormat
+        from hf_efficient.formats.expert_bits import integer_codes
         from hf_efficient.formats.group_bits import GroupBitsFormat
         from hf_efficient.formats.transformed import TransformedFormat
         from hf_efficient.formats.trellis import TrellisFormat
@@ -322,7 +326,7 @@ class WeightOnlyConfig(CompressionConfig):
             inner = binary.of_method(self.method, self.group_size)
         elif self.codebook is None:
             grid = self.bits, self.group_size, self.symmetric, self.int8_on_cpu
-            inner = AffineFormat(*grid, self.zero_point, self.scale_dtype)
+            inner = integer_codes(*grid, self.zero_point, self.scale_dtype)
         else:
             table = self.codebook, self.bits, self.group_size
             inner = CodebookFormat(*table, self.double_quantization, self.scale_dtype)
@@ -337,6 +341,16 @@ class WeightOnlyConfig(CompressionConfig):
         method = self.method_module()
         uses = self.calibration is not None and getattr(method, "USES", ())
         return bool(self.refine or self.mixed_precision or method.NEEDS or uses)
+
+
+def _check_expert_bits(scheme: dict[str, Any]) -> None:
+    """Refuses what the experts of a mixture do not have where each has bits of its own."""
+    bits = scheme["bits"]
+    allowed = f"a list of one of {WEIGHT_BITS} for each expert"
+    check(bool(bits) and all(type(b) is int and b in WEIGHT_BITS for b in bits), "bits", bits, allowed)
+    for field in ("codebook", "rotate", "input_scale", "input_order", "scale_dtype"):
+        check(not scheme[field], field, scheme[field], f"left out where bits is a list, as {bits}")
+    check(scheme["group_size"] is not None, "group_size", None, "-1 or a positive multiple of 8 where bits is a list")
 
 
 def _check_own_format(scheme: dict[str, Any]) -> None:

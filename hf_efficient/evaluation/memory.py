@@ -31,3 +31,15 @@ def peak_memory_bytes(device: torch.device) -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def private_bytes() -> int:
+    """Bytes of memory that this process alone has: resident ones, or, where `ulimit -d` bounds them, all that it has
+    asked for. On other systems than Linux: all that is resident."""
+    memory = psutil.Process().memory_info()
+    if sys.platform != "linux":
+        return memory.rss
+    import resource
+
+    is_bounded = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
+    return memory.data if is_bounded else memory.rss - memory.shared

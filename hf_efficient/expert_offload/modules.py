@@ -10,6 +10,7 @@ from hf_efficient.expert_offload.residents import Residents
 from hf_efficient.experts import EfficientExperts, expert_weight_names
 from hf_efficient.integrations.transformers_compat import experts_implementation, grouped_linear
 from hf_efficient.integrations.transformers_releases import post_expert_norm
+from hf_efficient.kernels.linear.grouped_cpu import NativeExperts
 from hf_efficient.kernels.replay.recorder import as_one_step
 
 
@@ -148,6 +149,19 @@ class OffloadedCompressed(OffloadedExperts):
 
     def _offloaded(self, residents, order, adapters, *inputs):
         return self._forward(adapters, *inputs)
+
+    def _run(self, rows, counts, adapters):
+        """On a CPU, which reads experts where they lie, those that have rows are one product."""
+        residents = _RESIDENTS[self]
+        if not residents.frees and not adapters and rows.device.type == "cpu":
+            residents.compute_in(rows.dtype)
+            active = counts.nonzero()[:, 0]
+            each = [residents.get(expert) for expert in active.tolist()]
+            products = [NativeExperts.of([own[f"{name}_"] for own in each]) for name in self._expert_names]
+            biases = [self._expert_bias(name, active) for name in self._expert_names]
+            if all(own is not None and own.serves(rows, bias) for own, bias in zip(products, biases)):
+                return self._run_together(*products, rows, counts[active], adapters, active)
+        return super()._run(rows, counts, adapters)
 
     def _load_from_state_dict(self, *arguments):
         if not self._offloaded_names:

@@ -149,6 +149,8 @@ def _check(model: nn.Module, found: dict[str, nn.Module], device: torch.device |
                 f"{name} is offloaded by accelerate: load {kind} with a device_map of devices alone, and give "
                 "ExpertOffload(disk=...) for files"
             )
+        if isinstance(module, EfficientExperts) and any(w.format.experts for w in module.compressed_weights()):
+            raise ValueError(f"{name}: experts with different numbers of bits cannot be offloaded")
         if hook_of(module) is not None and device is not None:
             raise ValueError(f"device={str(device)!r}: the device_map of {kind} says where {name} runs: leave it out")
         if getattr(module, "_is_expert_parallel", False):

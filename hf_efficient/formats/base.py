@@ -17,11 +17,14 @@ class Format:
         checks_codes: whether `check` reads "qweight", which is a pass over all weights.
         whole: why a process cannot hold a part of such a weight; None where it can.
         adopted: whether the format occurs only in other libraries' checkpoints, and no method of ours quantizes to it.
+        experts: the number of experts whose weights it describes together; None: one weight, or those of any number of
+            experts alike.
     """
 
     checks_codes = False
     adopted = False
     whole: str | None = None
+    experts: int | None = None
 
     def shapes(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
         """The shape of each canonical tensor of a weight [out_features, in_features]; none has 0 dimensions."""
@@ -52,6 +55,22 @@ class Format:
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not _is_finite(tensor):
                 raise ValueError(f"{name} holds NaN or infinity")
+
+    def expert(self, index: int) -> "Format":
+        """The format of one of several experts."""
+        return self
+
+    def stacked_shapes(self, experts: int, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of the canonical tensors of `experts` weights [out_features, in_features] together."""
+        return {name: (experts, *shape) for name, shape in self.shapes(out_features, in_features).items()}
+
+    def stack(self, each: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """The canonical tensors, or some of them, of all experts together, of those of each."""
+        return {name: torch.stack([own[name] for own in each]) for name in each[0]}
+
+    def unstack(self, tensors: dict[str, torch.Tensor], index: int, in_features: int) -> dict[str, torch.Tensor]:
+        """Views of the canonical tensors of one expert, of those of all together."""
+        return {name: tensor[index] for name, tensor in tensors.items()}
 
     def layout(self, tensors: dict[str, torch.Tensor], in_features: int, dtype: torch.dtype) -> Layout:
         """What multiplies inputs of `dtype` with this weight on the device of `tensors`."""

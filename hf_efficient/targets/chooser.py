@@ -11,6 +11,7 @@ from hf_efficient.experts import expert_weight_names, is_fused_experts, is_sorte
 from hf_efficient.integrations import transformers_compat
 from hf_efficient.layers import is_linear
 from hf_efficient.targets import externally_read, input_embedding, patterns
+from hf_efficient.targets.routers import linears_of_routers
 from hf_efficient.targets.weights_in_files import lost_when_saved, weights_in_files
 
 
@@ -50,6 +51,7 @@ class TargetChooser:
         linears = [name for name, module in self.candidates.items() if isinstance(module, (nn.Linear, nn.Embedding))]
         dense = externally_read.read_elsewhere(self.model, linears)
         lost = set() if self.pre_quantized else lost_when_saved(self.model, linears)
+        dense |= set() if self.pre_quantized else linears_of_routers(self.model)
         if self.embedding:
             input_embedding.check_read(self.model, self.embedding.name, dense, lost)
         dense |= lost

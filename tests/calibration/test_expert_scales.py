@@ -3,11 +3,13 @@
 import pytest
 import torch
 from helpers import tiny_model
+from sample_blocks import first_block, make
 
 from hf_efficient import CalibrationConfig, W8A8Config, WeightOnlyConfig
-from hf_efficient.calibration import awq, smoothquant
+from hf_efficient.calibration import awq, expert_scales, smoothquant
 from hf_efficient.calibration.collect import collect
 from hf_efficient.calibration.expert_scales import proportional_rows
+from hf_efficient.calibration.folding import Folding
 from hf_efficient.calibration.refine import refine_block
 from hf_efficient.calibration.static_ranges import activation_tensors, observe
 from hf_efficient.experts import expert_weight_names, is_fused_experts
@@ -92,6 +94,51 @@ def test_smoothquant_scales_each_expert():
     smoothquant.transform(block)
     torch.testing.assert_close(block.run(0), output, rtol=1e-4, atol=1e-5)
     assert not torch.equal(block.module.down_proj[:3], old[:3]) and torch.equal(block.module.down_proj[3], old[3])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("method", ["awq", "smoothquant"])
+def test_what_the_router_reads_too_is_scaled_without_changing_a_bit(name, method, monkeypatch):
+    """By powers of two, in bfloat16. The second weights are left out, whose scales do round."""
+    text = CalibrationConfig(tokens=TOKENS)
+    given = dict(bits=3, group_size=16, method="awq", calibration=text)
+    config = WeightOnlyConfig(**given) if method == "awq" else W8A8Config(method=method, calibration=text)
+    model = make(name, torch.bfloat16)
+    block = first_block(model, config, statistics=False)
+    norm, (path, experts) = block.module.post_attention_layernorm, experts_of(model)
+    norm.weight.data *= torch.exp(2 * torch.randn(64, generator=torch.Generator().manual_seed(3))).bfloat16()
+    router = block.module.mlp.gate.weight
+    block.experts, block.schemes, block.formats = {path: experts}, {path: config}, {path: config.format()}
+    block.statistics = collect(block.run, len(block.inputs), block.linears, block.experts)
+    inputs = block.statistics[f"{path}.gate_up_proj"]
+    before, output, largest = norm.weight.clone(), block.run(0), inputs.merged().absmax
+    router_before, shared = router.clone(), {id(block.statistics[n]) for n in block.linears if "mlp" in n}
+    monkeypatch.setattr(expert_scales, "proportional_rows", lambda module: None)
+    {"awq": awq, "smoothquant": smoothquant}[method].transform(block)
+    factors = before.float() / norm.weight.float()
+    assert torch.equal(torch.exp2(factors.log2().round()), factors) and len(factors.unique()) > 2
+    assert torch.equal(router.float(), router_before.float() * factors)
+    assert torch.equal(block.run(0), output)
+    torch.testing.assert_close(inputs.merged().absmax, largest / factors)
+    assert torch.equal(torch.cat(list(inputs.of(1))), torch.cat(list(inputs.rows.of(1, "cpu"))))
+    assert all(id(block.statistics[n]) not in shared for n in block.linears if "mlp" in n), "of shared experts"
+
+
+def test_a_norm_that_something_else_reads_keeps_its_weight():
+    """And so where the weight would leave the range of the dtype."""
+    model = make("mixtral", torch.float32)
+    block = first_block(model, WeightOnlyConfig(method="rtn"), statistics=False)
+    (_, experts), norm = experts_of(model), block.module.post_attention_layernorm
+    folding, scale = Folding(block), torch.exp2(torch.arange(64.0) % 3)
+    kept = [p.clone() for p in block.module.parameters()]
+    forward = block.module.mlp.forward
+    block.module.mlp.forward = lambda hidden: forward(hidden) + hidden
+    assert not Folding(block).divide_norm(experts, experts.gate_up_proj.data, scale)
+    block.module.mlp.forward = forward
+    assert not folding.divide_norm(experts, experts.gate_up_proj.data, scale * 2.0**140)
+    assert all(torch.equal(p, before) for p, before in zip(block.module.parameters(), kept, strict=True))
+    assert folding.divide_norm(experts, experts.gate_up_proj.data, scale)
+    assert not torch.equal(norm.weight, kept[[id(p) for p in block.module.parameters()].index(id(norm.weight))])
 
 
 def test_which_rows_an_expert_is_proportional_to():

@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM
 from hf_efficient import CalibrationConfig, W8A8Config, WeightOnlyConfig, compress_on_disk
 from hf_efficient.calibration.on_disk import OnDisk
 from hf_efficient.cli import main
+from hf_efficient.compression import disk_plan
 
 
+ENOUGH = "64GB"  # whatever other tests left in this process
 TOKENS = torch.randint(3, 128, (6, 24), generator=torch.Generator().manual_seed(0))
 
 
@@ -39,9 +41,9 @@ def test_a_llama_is_compressed_to_the_bits_of_the_way_through_memory(tmp_path, c
     save_tiny(tmp_path / "model", num_hidden_layers=3)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", quantization_config=gptq())
     model.save_pretrained(tmp_path / "memory")
-    compress_on_disk(tmp_path / "model", tmp_path / "disk", gptq(), memory="2GB")
+    compress_on_disk(tmp_path / "model", tmp_path / "disk", gptq(), memory=ENOUGH)
     assert_same_checkpoint(tmp_path / "disk", tmp_path / "memory")
-    assert re.search(r"memory: 40\d\.\d MB of 2\.0 GB .* two blocks", capsys.readouterr().out)
+    assert re.search(r"memory: [\d.]+ [MG]B of 64\.0 GB .* for the process, .* two blocks", capsys.readouterr().out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "memory", "model"]  # no progress is left
     index = json.loads((tmp_path / "disk" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(tensors_of(tmp_path / "memory"))
@@ -66,14 +68,14 @@ def test_whatever_is_chosen(tmp_path, name, config, overrides):
     AutoModelForCausalLM.from_pretrained(tmp_path / "model", quantization_config=config()).save_pretrained(
         tmp_path / "memory"
     )
-    compress_on_disk(tmp_path / "model", tmp_path / "disk", config(), memory="2GB", say=lambda text: None)
+    compress_on_disk(tmp_path / "model", tmp_path / "disk", config(), memory=ENOUGH, say=lambda text: None)
     assert_same_checkpoint(tmp_path / "disk", tmp_path / "memory")
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, monkeypatch, name):
     save_tiny(tmp_path / "model", name, num_hidden_layers=3)
-    given = dict(memory="2GB", say=lambda text: None)
+    given = dict(memory=ENOUGH, say=lambda text: None)
     compress_on_disk(tmp_path / "model", tmp_path / "whole", gptq(refine=name == "llama"), **given)
     write, written = OnDisk.compressed, []
 
@@ -99,7 +101,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, monkeypatch, name
 
 def test_what_a_run_left_that_was_killed_at_its_very_end_is_no_progress(tmp_path, monkeypatch):
     save_tiny(tmp_path / "model")
-    given = dict(memory="2GB", say=lambda text: None)
+    given = dict(memory=ENOUGH, say=lambda text: None)
     with monkeypatch.context() as patch:
         patch.setattr(OnDisk, "remove", lambda self: None)  # killed before it
         compress_on_disk(tmp_path / "model", tmp_path / "disk", gptq(), **given)
@@ -117,42 +119,54 @@ def test_one_block_is_in_memory(tmp_path, monkeypatch):
         write(self, part)
 
     monkeypatch.setattr(OnDisk, "compressed", noting)
-    compress_on_disk(tmp_path / "model", tmp_path / "disk", gptq(), memory="2GB", say=lambda text: None)
+    compress_on_disk(tmp_path / "model", tmp_path / "disk", gptq(), memory=ENOUGH, say=lambda text: None)
     assert resident == [(part, {part}) for part in (*(f"model.layers.{index}" for index in range(3)), "")]
 
 
 def test_experts_that_no_token_reached_are_named(tmp_path, caplog):
     save_tiny(tmp_path / "model", "mixtral", num_local_experts=16)
     config = gptq(calibration=CalibrationConfig(tokens=TOKENS[:1, :4]))
-    compress_on_disk(tmp_path / "model", tmp_path / "disk", config, memory="2GB", say=lambda text: None)
+    compress_on_disk(tmp_path / "model", tmp_path / "disk", config, memory=ENOUGH, say=lambda text: None)
     assert any("no calibration token reached model.layers.0.mlp.experts" in text for text in caplog.messages)
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (dict(memory="100MB"), r"memory=100\.0 MB is too little: the plan takes 40\d\.\d MB"),
+        (dict(memory="100MB"), r"memory=100\.0 MB is too little: the plan takes [\d.]+ [MG]B"),
         (dict(memory="much"), "memory='much': must be a positive number of bytes"),
         (dict(quantization_config=gptq(mixed_precision=True)), "mixed_precision=True needs the whole model in memory"),
         (dict(quantization_config=gptq(calibration=None)), "cannot write its own calibration text"),
         (
             dict(quantization_config=gptq(calibration=CalibrationConfig(tokens=TOKENS, checkpoint_dir="here"))),
-            "checkpoint_dir='here' and memory='2GB' exclude each other",
+            "checkpoint_dir='here' and memory='64GB' exclude each other",
         ),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_the_start(tmp_path, monkeypatch, arguments, message):
     save_tiny(tmp_path / "model")
     monkeypatch.setattr(OnDisk, "running", lambda self: pytest.fail("it was started"))
-    given = dict(quantization_config=gptq(), memory="2GB", say=lambda text: None)
+    given = dict(quantization_config=gptq(), memory=ENOUGH, say=lambda text: None)
     with pytest.raises(ValueError, match=message):
         compress_on_disk(tmp_path / "model", tmp_path / "disk", **given | arguments)
     assert not (tmp_path / "disk").exists()
 
 
+def test_the_plan_counts_what_the_process_holds_and_every_tensor(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_plan, "private_bytes", lambda: 7_000_000_000)
+    plans = []
+    for layers in (2, 12):
+        save_tiny(tmp_path / f"model{layers}", num_hidden_layers=layers)
+        plans.append(compress_on_disk(tmp_path / f"model{layers}", tmp_path / f"{layers}", gptq(), ENOUGH))
+    hidden = 16 * 64 * 4  # of the tokens that the model is watched with, float32
+    assert plans[1].memory - plans[0].memory == 10 * (9 * disk_plan._NAMED + hidden)
+    with pytest.raises(ValueError, match=r"7\.0 GB is too little: the plan takes 7\.\d GB \(7\.\d GB for the process"):
+        compress_on_disk(tmp_path / "model2", tmp_path / "refused", gptq(), 7_000_000_000)
+
+
 def test_a_folder_that_holds_something_is_refused(tmp_path):
     with pytest.raises(ValueError, match="output=.* exists already"):
-        compress_on_disk(tmp_path / "model", tmp_path.parent, gptq(), memory="2GB")
+        compress_on_disk(tmp_path / "model", tmp_path.parent, gptq(), memory=ENOUGH)
 
 
 def test_the_command_says_what_it_will_take(tmp_path, capsys):
@@ -160,7 +174,7 @@ def test_the_command_says_what_it_will_take(tmp_path, capsys):
     given = ["quantize", str(tmp_path / "model"), "--bits", "8", "--output", str(tmp_path / "disk"), "--json"]
     assert main([*given, "--memory", "1MB"]) == 1
     assert "--memory 1.0 MB is too little" in capsys.readouterr().err
-    assert main([*given, "--memory", "1GB"]) == 0
+    assert main([*given, "--memory", ENOUGH]) == 0
     shown = capsys.readouterr()
     assert "for two blocks" in shown.err and json.loads(shown.out)["output"] == str(tmp_path / "disk")
     assert (tmp_path / "disk" / "README.md").is_file()

@@ -8,12 +8,16 @@ import torch
 from fake_graphs import FakeGraph
 from helpers import assert_close, tiny_model
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, JetMoeConfig, JetMoeForCausalLM
 
-from hf_efficient import WeightOnlyConfig
+from hf_efficient import W8A8Config, WeightOnlyConfig
 from hf_efficient.experts import EfficientExperts, compress_experts, expert_weight_names, is_fused_experts
 from hf_efficient.formats import AffineFormat
+from hf_efficient.kernels.linear import grouped_cpu
 from hf_efficient.kernels.linear.grouped import GroupedTritonLayout
+from hf_efficient.kernels.linear.grouped_cpu import ExpertLayouts
+from hf_efficient.kernels.replay.instructions import interpreter
+from hf_efficient.layers import CompressedModule
 from hf_efficient.methods import get_method
 
 
@@ -100,15 +104,42 @@ def test_the_op_has_a_fake_that_agrees():
     torch.library.opcheck(torch.ops.hf_efficient.grouped_linear.default, arguments)
 
 
-def test_experts_without_tokens_do_not_run(monkeypatch):
-    _, compressed, _ = experts_of("mixtral", FORMATS[0])
-    index, weights = routed(5, only=[0, 3])
-    up = compressed.layouts("gate_up_proj_", torch.float32)
-    ran = []
-    call = type(up[0]).matmul
-    monkeypatch.setattr(type(up[0]), "matmul", lambda layout, *args: ran.append(layout) or call(layout, *args))
-    compressed(torch.randn(5, 64), index, weights)
-    assert len(ran) == 4 and up[1] not in ran and up[2] not in ran
+CONFIGS = {
+    "int2": WeightOnlyConfig(bits=2, group_size=32, method="rtn"),
+    "int3": WeightOnlyConfig(bits=3, group_size=32, method="rtn"),
+    "int4": WeightOnlyConfig(bits=4, group_size=32, method="rtn"),
+    "int8": WeightOnlyConfig(bits=8, method="rtn"),
+    "nf4": WeightOnlyConfig(codebook="nf4", group_size=32, method="rtn"),
+    "mxfp4": WeightOnlyConfig(codebook="mxfp4", method="rtn"),
+    "w8a8": W8A8Config(),
+    "fp8": W8A8Config(dtype="fp8"),
+    "llm_int8": W8A8Config(method="llm_int8"),
+}
+
+
+@pytest.mark.skipif(interpreter() is None, reason="no C++ kernels on this CPU")
+@pytest.mark.parametrize("name", [*CONFIGS, "int4 in float16"])
+def test_all_experts_are_one_call_with_the_bits_of_one_call_each(name, monkeypatch):
+    name, _, dtype = name.partition(" in ")
+    config, dtype = CONFIGS[name], getattr(torch, dtype or "bfloat16")
+    module = next(m for m in tiny_model("mixtral", dtype=dtype).modules() if is_fused_experts(m)).requires_grad_(False)
+    names, dense = expert_weight_names(module), copy.deepcopy(module.state_dict())
+    compress_experts(module, config.format())
+    for name in names:
+        each = [config.compress(expert, config.format()) for expert in dense[name]]
+        for part in each[0]:
+            getattr(module, f"{name}_{part}").data = torch.stack([tensors[part] for tensors in each])
+    calls, run = [], grouped_cpu.interpreter()
+    monkeypatch.setattr(grouped_cpu, "interpreter", lambda: lambda at, count: calls.append(count) or run(at, count))
+    with torch.no_grad():
+        for tokens, only in ((1, None), (5, [0, 3]), (40, None)):
+            x, (index, weights) = torch.randn(tokens, 64).to(dtype), routed(tokens, only=only)
+            together = module(x, index, weights)
+            assert calls == [len(index.unique())] * 2, "up and down, of the experts that have rows"
+            with monkeypatch.context() as patch:
+                patch.setattr(ExpertLayouts, "grouped", None)
+                assert torch.equal(module(x, index, weights), together)
+            calls.clear()
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
@@ -169,3 +200,23 @@ def test_one_layer_of_experts_left_alone(tmp_path):
         again.save_pretrained(tmp_path / "back")
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
         assert torch.equal(plain(ids).logits, again(ids).logits)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "jetmoe"])
+def test_routers_are_never_compressed(name, tmp_path):
+    """Those of JetMoe are linear layers."""
+    if name == "jetmoe":
+        sizes = dict(hidden_size=64, num_hidden_layers=1, num_key_value_heads=4, kv_channels=16, intermediate_size=96)
+        dense = JetMoeForCausalLM(JetMoeConfig(vocab_size=128, num_local_experts=4, num_experts_per_tok=2, **sizes))
+        dense.save_pretrained(tmp_path)
+    else:
+        dense = tiny_model(name)
+        dense.save_pretrained(tmp_path)
+    others = ["input_linear", "output_linear"] if name == "jetmoe" else None  # experts that are not fused
+    config = WeightOnlyConfig(method="rtn", modules_to_not_convert=others)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    routers = {n: p for n, p in dense.named_parameters() if ".router.layer." in n or ".gate.weight" in n}
+    compressed = {n for n, m in model.named_modules() if isinstance(m, CompressedModule)}
+    assert routers and compressed
+    found = dict(model.named_parameters())
+    assert all(torch.equal(found[n], p) and n.rpartition(".")[0] not in compressed for n, p in routers.items())

@@ -155,7 +155,8 @@ def _layers(names: CheckpointNames, name: str, module: CompressedModule, weight:
         transposed, is_embedding = getattr(module, "transposed", False), isinstance(module, nn.Embedding)
         return [Layer(names.of_module(name), weight, transposed, read, is_embedding)]
     fused = f"{name}.{weight.prefix[:-1]}"
-    apart = None if module.is_transposed else names.experts(fused, weight, read)
+    are_alike = not module.is_transposed and weight.format.experts is None
+    apart = names.experts(fused, weight, read) if are_alike else None
     if apart is None:
         return [Layer(fused, weight, False, read)]
     return [

@@ -25,6 +25,11 @@ class Layout:
     replaces_scale = False
 
     @property
+    def native_product(self) -> "Layout | None":
+        """The `NativeLayout` whose product is all that `matmul` does; None where there is none."""
+        return None
+
+    @property
     def replaced(self) -> dict[str, Callable[[], torch.Tensor]]:
         """Canonical tensor that may be dropped -> what gives it back, bit for bit."""
         scale = {"scale": self.canonical_scale} if self.replaces_scale else {}
@@ -133,6 +138,10 @@ class RestoredLayout(Layout):
     def __init__(self, layout: Layout, restore: Callable[[Layout], torch.Tensor]):
         self.layout, self.restore, self.dtype, self.tensors = layout, restore, layout.dtype, layout.tensors
         self.matmul, self.dequantize = layout.matmul, layout.dequantize
+
+    @property
+    def native_product(self):
+        return self.layout.native_product
 
     def canonical(self):
         return self.restore(self.layout)

@@ -93,7 +93,7 @@ def stored_bits(bits: int, groups: int, group_size: int | None) -> int | None:
 _UNWATCHED = (torch.Tensor, torch.nn.Parameter)
 
 
-def _is_observed(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def is_observed(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether a tensor subclass, a dispatch mode, a trace or a functorch transform must see the product. They see an
     op, and no call on raw pointers."""
     return (
@@ -112,10 +112,14 @@ class NativeLayout(Layout):
     has `as_op`, the product as an op of torch.
     """
 
+    @property
+    def native_product(self):
+        return self
+
     def matmul(self, x, bias=None):
         if (
             torch.compiler.is_compiling()
-            or _is_observed(x, bias)
+            or is_observed(x, bias)
             or (torch.is_grad_enabled() and (x.requires_grad or bias is not None and bias.requires_grad))
         ):
             return self.as_op(x, bias)

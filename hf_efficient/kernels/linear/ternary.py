@@ -58,6 +58,10 @@ class NativeTernaryLayout(Layout):
         self.native, self.pack, self.dtype, self.tensors = native, pack, dtype, native.tensors
         self.matmul, self.dequantize = native.matmul, native.dequantize
 
+    @property
+    def native_product(self):
+        return self.native
+
     def canonical(self):
         return self.pack(self.native.numbers(1))
 

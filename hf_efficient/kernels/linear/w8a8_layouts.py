@@ -109,6 +109,10 @@ class NativeInputsLayout(_QuantizedInputsLayout):
         self.native, self.tensors, self.product, self.canonical = native, native.tensors, native.matmul, canonical
         self.codes, self.canonical_tensors = None, {name: t for name, t in tensors.items() if name != "qweight"}
 
+    @property
+    def native_product(self):
+        return self.native.native_product if self.columns is None else None
+
     def dequantize(self):
         weight = self.native.dequantize()
         return weight if self.columns is None else weight.index_copy_(1, self.columns, self.outlier_weight)
