@@ -111,7 +111,7 @@ def test_lower_bounds_are_versions_that_tests_ran_with():
     bounds = {(each.name, spec.version) for each in bounds for spec in each.specifier if spec.operator == ">="}
     bounds |= {("python", config["options"]["python_requires"].removeprefix(">="))}
     assert len(bounds) > 10
-    for name, bound in bounds:
+    for name, bound in bounds:  # an environment that does not ask for an extra may have an older package
         versions = {result[name] for result in ran if name in result}
-        lowest = min(map(Version, versions), default=None)
-        assert lowest and lowest.release[: len(Version(bound).release)] == Version(bound).release, (name, bound, lowest)
+        length = len(Version(bound).release)
+        assert Version(bound).release in {Version(each).release[:length] for each in versions}, (name, bound, versions)
