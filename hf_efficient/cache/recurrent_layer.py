@@ -53,11 +53,12 @@ class RecurrentLayer(LinearAttentionLayer):
     def take_back(self, tokens: list[int]) -> None:
         """Sequence b goes back to its state before its last `tokens[b]` tokens. Then what was noted is forgotten."""
         if self.holds_state and any(tokens):
-            now = self._states()
+            now, counts = self._states(), sorted(set(tokens))
+            rows, place = torch.arange(len(tokens)), torch.tensor([counts.index(count) for count in tokens])
             for index, state in enumerate(now):
                 if state is not None:
-                    rows = [(self._noted[-count][index] if count else state)[b] for b, count in enumerate(tokens)]
-                    now[index] = torch.stack(rows)
+                    past = torch.stack([self._noted[-count][index] if count else state for count in counts])
+                    now[index] = past[place.to(state.device), rows.to(state.device)]
             self._set(now)
             self.forget_notes()
 

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from hf_efficient.bit_linear import StraightThrough
 from hf_efficient.cache.stores.grouped import WINDOW
 from hf_efficient.cache.stores.kv_formats import GROUPED, PER_TOKEN
+from hf_efficient.integrations.transformers_compat import attention_of
 from hf_efficient.kernels.attention import pages
 
 
@@ -80,7 +81,7 @@ def _attention(q, new, old, is_old, *, attn_mask=None, dropout_p=0.0, is_causal=
 
 def check_attention(model, name: str, value) -> None:
     """Raises ValueError where the attention of `model` does not go by `scaled_dot_product_attention`."""
-    own = model.config._attn_implementation
+    own = attention_of(model.config)
     if own != "sdpa":
         raise ValueError(
             f"{name}={value!r}: {type(model).__name__} has attn_implementation={own!r}, and training sees inside that "
