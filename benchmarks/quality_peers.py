@@ -81,6 +81,8 @@ def llama_cpp(kind: str):
         import llama_cpp as library
         from transformers import AutoModelForCausalLM
 
+        from hf_efficient.integrations.transformers_releases import dequantized_gguf
+
         means = {name: mean.contiguous() for name, mean in importance().items()}
         rows = [
             (n.encode(), ctypes.cast(m.data_ptr(), ctypes.POINTER(ctypes.c_float)), len(m)) for n, m in means.items()
@@ -96,7 +98,8 @@ def llama_cpp(kind: str):
             if failed:
                 raise RuntimeError(f"llama_model_quantize returned {failed}")
             own = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name in means]
-            model = AutoModelForCausalLM.from_pretrained(made, gguf_file=path.name, dtype=torch.bfloat16)
+            loading = dict(gguf_file=path.name, dtype=torch.bfloat16, **dequantized_gguf())
+            model = AutoModelForCausalLM.from_pretrained(made, **loading)
         model.bits_per_weight = 8 * sum(int(t.n_bytes) for t in own) / sum(int(t.n_elements) for t in own)
         return model.eval()
 
