@@ -24,9 +24,13 @@ def test_builds_without_spills_and_with_matrix_instructions(tokens, bits, target
         QUADS=target in QUADS,
     )
     aligned = ("N", "K", "stride_x", "stride_packed")
-    compiled = compile_launch(kernel, types, constexprs, target, tile.num_warps, tile.num_stages, aligned)
-    # on sm_80 two words outside the loop
-    assert compiled.local_bytes <= (8 if target == "sm_80" else 0) and compiled.count(MATRIX_INSTRUCTION[target]) > 0
+    stages = launch_configs.stages(tile, bits)
+    compiled = compile_launch(kernel, types, constexprs, target, tile.num_warps, stages, aligned)
+    # on sm_80 and sm_100 two words outside the loop
+    assert (
+        compiled.local_bytes <= (8 if target in ("sm_80", "sm_100") else 0)
+        and compiled.count(MATRIX_INSTRUCTION[target]) > 0
+    )
     if target == "gfx942":  # wavefronts of 64 lanes: a part of 64 columns in 4 bits is 8 bytes a lane
         assert compiled.count("global_load_dwordx4" if bits == 8 else "global_load_dwordx2") >= 8
     else:
