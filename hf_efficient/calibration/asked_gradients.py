@@ -27,7 +27,8 @@ def asked_gradients(model, asked: dict, calibration, blocks: list) -> dict[str, 
 
 
 def check_memory(model, schemes: dict, device_map) -> None:
-    """Raises ValueError where the Hessians of the outputs, of all layers at once, do not fit into memory.
+    """Raises ValueError where the weights and the Hessians of the outputs, of all layers at once, do not fit into
+    memory.
 
     model: without weights yet. schemes: module name -> its config."""
     sizes = {
@@ -35,11 +36,13 @@ def check_memory(model, schemes: dict, device_map) -> None:
         for name, own in schemes.items()
         if "output_hessian" in own.observed() and isinstance(module := model.get_submodule(name), (nn.Linear, Conv1D))
     }
-    needed = sum(sizes.values())
+    if not sizes:
+        return
+    needed, weights = sum(sizes.values()), sum(parameter.nbytes for parameter in model.parameters())
     device = torch.device(next(iter(device_map.values())) if isinstance(device_map, dict) and device_map else "cpu")
-    if needed > (free := free_memory(device)):
+    if needed + weights > (free := free_memory(device)):
         raise ValueError(
-            f"method='yaqa' keeps a matrix of outputs by outputs for each layer, {needed / 1e9:.3g} GB, and {device} "
-            f"has {free / 1e9:.3g} GB free: take 'gptq', or give it in overrides to the largest layers, such as "
-            f"{max(sizes, key=sizes.get)}"
+            f"method='yaqa' keeps a matrix of outputs by outputs for each layer, {needed / 1e9:.3g} GB, "
+            f"beside {weights / 1e9:.3g} GB of weights, and {device} has {free / 1e9:.3g} GB free: take 'gptq', or "
+            f"give it in overrides to the largest layers, such as {max(sizes, key=sizes.get)}"
         )

@@ -40,7 +40,7 @@ def prepare(config, schemes: dict, device_map, model) -> None:
 
     Raises:
         ValueError: a model without text of its own where none is given; too little calibration text, no tokenizer for
-            it, or weights that would be offloaded while blocks run.
+            it, weights that would be offloaded while blocks run, or fused experts with a method that reads gradients.
         ImportError: a dataset of the Hub without the package `datasets`.
     """
     config.calibration = copy.copy(config.calibration or CalibrationConfig())
@@ -58,6 +58,9 @@ def prepare(config, schemes: dict, device_map, model) -> None:
             raise ValueError(f"{argument} needs text: give calibration texts, a dataset or tokens instead of inputs")
     if isinstance(device_map, dict):
         _check_one_device(device_map)
+    for name, own in schemes.items():
+        if _reads_loss(own) and not isinstance(model.get_submodule(name), _LINEARS):
+            raise ValueError(f"{name}: method={own.method!r} is not supported for fused experts")
     check_memory(model, schemes, device_map)
     if config.calibration.source in ("texts", "dataset"):
         with torch.device("cpu"):  # transformers calls this where new tensors are meta tensors
@@ -166,9 +169,6 @@ def _gradients(model, schemes: dict, calibration) -> dict:
     asked = {name: fields for name, own in schemes.items() if (fields := _reads_loss(own))}
     if not asked:
         return {}
-    for name in asked:
-        if not isinstance(model.get_submodule(name), _LINEARS):
-            raise ValueError(f"{name}: method={schemes[name].method!r} is not supported for fused experts")
     return asked_gradients(model, asked, calibration, _blocks(model))
 
 

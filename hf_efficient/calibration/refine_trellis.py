@@ -6,7 +6,7 @@ import dataclasses
 import torch
 from torch import nn
 
-from hf_efficient.calibration.transformed_weight import to_plain
+from hf_efficient.calibration.transformed_weight import product, to_plain
 from hf_efficient.calibration.tuning import TunedWeight
 from hf_efficient.formats.transformed import TransformedFormat
 from hf_efficient.formats.trellis import TrellisFormat
@@ -36,6 +36,11 @@ class TrellisWeight(TunedWeight):
 
     def groups(self) -> list[dict]:
         return [{"params": [self.log_rows, self.log_inputs], "lr": RATE}]
+
+    def product(self, x, module):
+        """Inputs are rounded behind the factors as they stand."""
+        factors = self._factors()[1].detach().to(self.dtype)
+        return product(x, self(), module, self.format, {**self.start, "input_scale": factors})
 
     def compute(self):
         rows, inputs = self._factors()

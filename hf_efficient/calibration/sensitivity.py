@@ -83,6 +83,7 @@ def choose_bits(
     chosen = {n: m for n, m in modules.items() if isinstance(m, (nn.Linear, Conv1D)) or _has_own_bits(m, formats[n])}
     found, losses, sizes, budget = sensitivities(model, chosen, tokens, blocks), {}, {}, 0
     kept = {name: inner_format(format).bits for name, format in formats.items()}
+    kept = {name: list(bits) if isinstance(bits, tuple) else bits for name, bits in kept.items()}
     for name, module in chosen.items():
         for item, weights in _layers(name, module).items():
             if not any(found[own].count for own in weights):
@@ -141,7 +142,8 @@ def allocate(
 
 def _has_own_bits(module: nn.Module, format) -> bool:
     """Whether the experts of a module may differ in bits."""
-    return is_fused_experts(module) and isinstance(format, AffineFormat) and format.group_size is not None
+    is_plain = isinstance(format, AffineFormat) and format.group_size is not None and format.scale_dtype is None
+    return is_fused_experts(module) and is_plain
 
 
 def _matrices(experts: nn.Module) -> dict[str, torch.Tensor]:

@@ -37,7 +37,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--quality",
         choices=QUALITIES,
-        help="chooses the method by the time it takes: seconds, minutes, a quarter of an hour (default fast, balanced "
+        help="chooses the method by the time it takes: seconds, minutes, half an hour (default fast, balanced "
         "with --calibration)",
     )
     command.add_argument(

@@ -102,8 +102,8 @@ class WeightOnlyConfig(CompressionConfig):
             prompts are faster without. Codebooks and methods with formats of their own have False.
         activation_bits (4, 6 or None; default None): also round the inputs of layers, so that 4 is W4A4 and 6, with
             bits=4, W4A6: every 16 columns of a row have a grid that spans their range. `refine` tunes weights for
-            rounded inputs. The products are those of inputs that are not rounded, and not faster: this is for finding
-            out what a model loses.
+            rounded inputs, but not those of fused experts. The products are those of inputs that are not rounded, and
+            not faster: this is for finding out what a model loses.
         modules_to_not_convert (list of str; default None): globs (see `module_matches`) of modules to leave as they
             are, in addition to the output embedding and the modules tied to it.
         overrides (dict of glob -> fields; default None): other schemes for single modules, for example
@@ -348,7 +348,7 @@ def _check_expert_bits(scheme: dict[str, Any]) -> None:
     bits = scheme["bits"]
     allowed = f"a list of one of {WEIGHT_BITS} for each expert"
     check(bool(bits) and all(type(b) is int and b in WEIGHT_BITS for b in bits), "bits", bits, allowed)
-    for field in ("codebook", "rotate", "input_scale", "input_order", "scale_dtype"):
+    for field in ("activation_bits", "codebook", "rotate", "input_scale", "input_order", "scale_dtype"):
         check(not scheme[field], field, scheme[field], f"left out where bits is a list, as {bits}")
     check(scheme["group_size"] is not None, "group_size", None, "-1 or a positive multiple of 8 where bits is a list")
 

@@ -291,6 +291,7 @@ def test_a_draft_model_learns_and_drafts(teacher, how, tmp_path, monkeypatch):
         ({"kv_format": "int3"}, "kv_format='int3' is not supported"),
         ({"kv_format": "int4", "prompts": ["a"], "texts": None, "tokenizer": tiny_tokenizer()}, "hold padding"),
         ({"plot": "run.pdf"}, "plot='run.pdf' is not supported"),
+        ({"plot": "/dev/null/run.png"}, "plot='/dev/null/run.png' cannot be written"),
         ({"lora_rank": 4}, "lora_rank is not supported"),
         ({"optimizer": "sgd"}, "optimizer='sgd' is not supported"),
         ({"memory_gb": 1e-6}, "memory_gb=1e-06 is not supported: it must be a number of at least"),

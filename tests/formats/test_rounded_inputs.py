@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_efficient import SparseConfig, WeightOnlyConfig
+from hf_efficient.calibration.refine_trellis import TrellisWeight
 from hf_efficient.calibration.transformed_weight import product
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.transformed import TransformedFormat
@@ -45,6 +46,17 @@ def test_layers_and_refinement_compute_the_same(rotation):
     torch.testing.assert_close(seen.grad, x.grad, rtol=1e-4, atol=1e-4)
     exact = torch.nn.functional.linear(x, weight, linear.bias)
     assert 1e-3 < (tuned - exact).norm() / exact.norm() < 0.2
+
+
+def test_refinement_of_a_trellis_rounds_what_is_served():
+    generator = torch.Generator().manual_seed(0)
+    x, linear = torch.randn(5, 256, generator=generator), torch.nn.Linear(256, 64)
+    config = WeightOnlyConfig(bits=4, codebook="trellis", method="rtn", activation_bits=4)
+    tuned = TrellisWeight(linear, config.format(), config.compress(linear.weight.detach(), config.format(), None, {}))
+    for logarithms in (tuned.log_rows, tuned.log_inputs):
+        logarithms.data.copy_(torch.randn(logarithms.shape, generator=generator) * 0.3)
+    served = tuned.format.layout(tuned.tensors(), 256, torch.float32).matmul(x, linear.bias)
+    torch.testing.assert_close(tuned.product(x, linear), served, rtol=1e-3, atol=1e-3)  # sums in another order
 
 
 def test_the_config_says_what_goes_with_it():

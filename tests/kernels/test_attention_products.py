@@ -45,7 +45,13 @@ def test_other_calls_are_left_to_torch():
         with products.FastAttention():
             assert F.scaled_dot_product_attention(*args, **options).equal(expected)
     few = (q[:, :, :4].bfloat16(),) * 3
-    assert not products.serves(*few, is_causal=True) and not products.serves(q)
+    assert not products.serves(*few, is_causal=True)
+    one, two = q.bfloat16(), torch.cat([q, -q]).bfloat16()
+    for given in (dict(query=two, key=one, value=one), dict(query=one, key=one, value=one)):  # repeated, named
+        expected = F.scaled_dot_product_attention(**given, is_causal=True)
+        with products.FastAttention():
+            assert F.scaled_dot_product_attention(**given, is_causal=True).equal(expected)
+    assert not products.serves(two, one, one, is_causal=True)
 
 
 def test_inside_the_mode_a_training_goes_by_products():

@@ -82,7 +82,6 @@ def stage(*arguments, **environment):
         env={**os.environ, "PYTHON": sys.executable, "DRY": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=280,
     )
 
 
@@ -98,6 +97,7 @@ def test_stages_say_what_they_take(arguments, tmp_path):
 
 
 @needs_bash
+@pytest.mark.timeout(1800)
 def test_every_stage_runs_through_on_tiny_sizes(tmp_path):
     """Every case of ours is computed, compared with its reference and recorded; goals are named, none is claimed. What
     is left fits into the 8 files that a lent machine gives back."""

@@ -42,7 +42,7 @@ def test_gradients_reach_each_expert(name):
     def add(key, inputs, gradient):
         sums[key] = sums.get(key, 0) + gradient.t() @ inputs
 
-    language_loss_gradients(model, {}, TOKENS, [], add, experts)
+    language_loss_gradients(model, {}, TOKENS, [], add, experts=experts)
     for window in TOKENS:
         scores = model(window[None]).logits[0, :-1]
         torch.nn.functional.cross_entropy(scores, window[1:], reduction="sum").backward()
@@ -69,6 +69,8 @@ def test_experts_that_tokens_reach_more_often_get_more_bits(monkeypatch):
     monkeypatch.setattr(sensitivity, "sensitivities", lambda *arguments: found)
     bits = choose_bits(model, {EXPERTS: config(bits=3).format()}, TOKENS)[EXPERTS]
     assert bits == [3, 4, 2, 3]
+    for kept, own in ((4, config(scale_dtype="float32")), ([4, 2, 8, 3], config(bits=[4, 2, 8, 3]))):
+        assert choose_bits(model, {EXPERTS: own.format()}, TOKENS)[EXPERTS] == kept
 
 
 def test_calibration_chooses_bits_and_a_checkpoint_keeps_them(tmp_path):
@@ -127,6 +129,7 @@ def test_bits_of_other_experts_are_refused(tmp_path, arguments, message):
         (dict(bits=[4, 5]), r"bits=\[4, 5\] is not supported: it must be a list of one of \(2, 3, 4, 8\) for each"),
         (dict(bits=[4, 2], group_size=None), "group_size=None is not supported"),
         (dict(bits=[4, 2], rotate=True), "rotate=True is not supported"),
+        (dict(bits=[4, 2], activation_bits=4, rotate=False), "activation_bits=4 is not supported"),
     ],
 )
 def test_what_experts_with_their_own_bits_do_not_have(arguments, message):

@@ -15,9 +15,10 @@ class LastAttention(TorchFunctionMode):
     last: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention:
-            self.last = args[:3]
-        return function(*args, **(kwargs or {}))
+            self.last = (*args, *(kwargs[name] for name in ("query", "key", "value")[len(args) :]))[:3]
+        return function(*args, **kwargs)
 
 
 def relation_loss(student, teacher, present: torch.Tensor) -> torch.Tensor:

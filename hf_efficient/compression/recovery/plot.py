@@ -1,17 +1,21 @@
 """A plot of a training: the loss of its steps, and the perplexity of text that was held out."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 from hf_efficient.compression.recovery.progress import PERPLEXITY
 
 
 def check_plot(path) -> None:
-    """Raises ImportError where plots cannot be drawn, and ValueError for a path that names no PNG file."""
+    """Raises ImportError where plots cannot be drawn, and ValueError for a path where no PNG file can be written."""
     if path is None:
         return
     if Path(path).suffix != ".png":
         raise ValueError(f"plot={str(path)!r} is not supported: it must be the path of a .png file")
+    there = next(folder for folder in Path(path).absolute().parents if folder.exists())
+    if Path(path).is_dir() or not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"plot={str(path)!r} cannot be written: it must be a file in a folder that can be written to")
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("plot needs the package 'matplotlib': pip install matplotlib")
 

@@ -39,7 +39,8 @@ class QuantizedPages(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is not F.scaled_dot_product_attention or not self.is_active:
             return function(*args, **kwargs)
-        q, k, v = args
+        named = ("query", "key", "value")[len(args) :]
+        (q, k, v), kwargs = (*args, *(kwargs[n] for n in named)), {n: x for n, x in kwargs.items() if n not in named}
         if self.kv_format in PER_TOKEN:
             dtype = PER_TOKEN[self.kv_format]
             k, v = (StraightThrough.apply(x, lambda x: pages.stored_tokens(x, dtype)) for x in (k, v))

@@ -19,16 +19,18 @@ class FastAttention(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function is F.scaled_dot_product_attention and serves(*args, **kwargs):
+        if function is F.scaled_dot_product_attention and len(args) >= 3 and serves(*args, **kwargs):
             return CausalAttention.apply(*args[:3], kwargs.get("scale"))
         return function(*args, **kwargs)
 
 
-def serves(q, k=None, v=None, attn_mask=None, dropout_p=0.0, is_causal=False, **options) -> bool:
+def serves(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **options) -> bool:
     """Whether this call of `scaled_dot_product_attention` is one of `CausalAttention`: q [B, Hq, S, D], k [B, Hk, S,
     D] and v [B, Hk, S, Dv] in bfloat16 on a CPU with instructions for it, every query seeing all keys up to its own."""
-    if k is None or v is None or q.dim() != 4 or not is_causal or attn_mask is not None or dropout_p:
+    if not q.dim() == k.dim() == v.dim() == 4 or not is_causal or attn_mask is not None or dropout_p:
         return False
+    if not q.shape[0] == k.shape[0] == v.shape[0] or k.shape[1:3] != v.shape[1:3]:
+        return False  # torch repeats them
     same = q.dtype == k.dtype == v.dtype == torch.bfloat16 and q.shape[2] == k.shape[2] and q.shape[2] >= LEAST
     on_cpu = q.device.type == k.device.type == v.device.type == "cpu"
     return same and on_cpu and q.shape[1] % k.shape[1] == 0 and torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -49,7 +49,7 @@ def map_large_blocks() -> None:
 def freed_memory_kept() -> Iterator[None]:
     """Inside, the C library keeps what is freed for the next block of that size: a training step takes and frees
     hundreds of large blocks, and the system clears every page that it hands out anew. Afterwards free memory goes back.
-    Does nothing where the C library has no `mallopt`."""
+    Changes nothing but speed; does nothing where the C library has no `mallopt` or refuses so large a threshold."""
     if _mallopt is None:
         yield
         return
