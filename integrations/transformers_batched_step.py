@@ -57,7 +57,7 @@ class BatchedIOs(ContinuousBatchingIOs):
         if self.pages is None:
             refuse(continuous_batching_config, "its pages are not read by the kernels")
             if self._evicting is not None or hasattr(full, "rings"):
-                given = "eviction" if self._evicting else f"kv_format={continuous_batching_config.kv_format!r}"
+                given = "eviction" if self._evicting else f"kv_format='int{full.bits}'"
                 raise ValueError(f"{given} in continuous batching needs a C++ compiler and no compile configs")
         elif self._evicting is not None:
             self._evicting.begin(

@@ -31,13 +31,12 @@ HAS_STATES = {
     "transformers.models.qwen3_next.modeling_qwen3_next": "Qwen3NextForCausalLM",
 }
 SCALES_OF_STATES = ("ssm_in_multiplier",)  # attributes of these modules by which they scale what their `in_proj` reads
-# The same where all layers have one: they take no positions, and their cache by this name.
+# The same where all layers have one: they take no positions.
 STATES_ALONE = {
     "transformers.models.falcon_mamba.modeling_falcon_mamba": "FalconMambaForCausalLM",
     "transformers.models.mamba.modeling_mamba": "MambaForCausalLM",
     "transformers.models.mamba2.modeling_mamba2": "Mamba2ForCausalLM",
 }
-STATES_NAME = "cache_params"
 # Arguments of `generate()` that only the forward of a prompt with images or sound reads.
 MEDIA_INPUTS = (
     "pixel_values", "pixel_values_videos", "image_sizes", "image_grid_thw", "video_grid_thw", "second_per_grid_ts",

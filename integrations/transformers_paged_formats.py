@@ -53,7 +53,8 @@ class ContinuousBatchingConfig(transformers.ContinuousBatchingConfig):
             Its `generation_config.num_assistant_tokens` limits the drafts. Its pages take memory besides.
         eviction: an `EvictionPolicy` by which requests lose tokens, as in `PagedCache(eviction=...)`, on a CPU. Its
             scorer must look at nothing but stored tokens and keep equally many of each head: `KeyNorm`, `SinkWindow`.
-            Requests do not share prefixes then, layers must not have windows, and an assistant model cannot draft.
+            Requests do not share prefixes then, layers must not have windows, and an assistant model cannot draft. A
+            prompt in parts loses tokens after each part, and a request that begins anew reads its answer as a prompt.
         max_ms_between_tokens: milliseconds that a step may take while sequences decode, by measured seconds. Prompts
             come in parts that fit, of at least 16 tokens. On a CPU.
 
@@ -64,9 +65,10 @@ class ContinuousBatchingConfig(transformers.ContinuousBatchingConfig):
     of a forward that reads nothing from the cache (whole prompts, not padded for CUDA graphs). So tokens may depend on
     how requests are batched, within what the format rounds. int4 and int2 read a prompt in parts of at most 193 tokens.
 
-    Raises ValueError for another format, for both drafters, and for a format but "auto" or a drafter with transformers
-    before 5.19. For a model without that attention, the manager raises it for a drafter, and building the cache for a
-    format.
+    Raises ValueError for another format or eviction than these, for both drafters, for eviction beside an assistant or
+    int4 and int2, and for any of these arguments with transformers before 5.19. For a model without that attention, the
+    manager raises it for a drafter, and building the cache for a format. Building the cache also raises it for int4,
+    int2 and eviction on a GPU, with sliding windows or without the C++ kernels, and for `cpu_offload_space` on a CPU.
     """
 
     kv_format: str = "auto"

@@ -40,6 +40,11 @@ def cache_name() -> str:
     return "cache" if has("5.24") else cache_names()[0]
 
 
+def states_name() -> str:
+    """What models of which all layers have a recurrent state call their cache: "cache_params" before 5.24."""
+    return cache_name() if has("5.24") else "cache_params"
+
+
 def cache_names() -> tuple[str, ...]:
     """By what names a caller of a model may give the cache: since 5.24 the old one is deprecated."""
     return ("past_key_values", "cache") if has("5.24") else ("past_key_values",)

@@ -25,6 +25,7 @@ MODELS = {
         ),
     ),
     "mamba": ("MambaConfig", dict(state_size=8, time_step_rank=4)),
+    "falcon_mamba": ("FalconMambaConfig", dict(state_size=8, time_step_rank=4)),
     "mamba2": ("Mamba2Config", dict(state_size=8, num_heads=8, head_dim=16, n_groups=2, chunk_size=8)),
     "lfm2": ("Lfm2Config", dict(layer_types=["conv", "full_attention"], conv_L_cache=3)),
     "qwen3_next": ("Qwen3NextConfig", {**_EXPERTS, **_DELTA}),
@@ -41,6 +42,6 @@ def recurrent_model(name: str, attention: str = "sdpa", **overrides):
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**{**_SIZES, **arguments, **overrides})
     model = random_weights(transformers.AutoModelForCausalLM.from_config(config))
-    if not name.startswith("mamba"):
+    if "mamba" not in name:
         model.set_attn_implementation(attention)
     return model

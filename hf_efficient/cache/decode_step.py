@@ -150,11 +150,11 @@ class DecodeStepMixin:
         """Stores the keys [B, H, S, D] and values [B, H, S, Dv] of every layer, of prompts that ran over another cache.
 
         mask: [B, S], 0 at padding, which is not stored; None for none. Raises RuntimeError where this cache holds
-        tokens already, or the model's attention does not read its pages.
+        tokens already or evicts some, or the model's attention does not read its pages.
         """
         self.state.check_idle()
-        if any(self.state.lengths) or not self.state.reads_pages:
-            raise RuntimeError("fill() takes an empty cache whose pages the attention reads")
+        if any(self.state.lengths) or not self.state.reads_pages or self.eviction is not None:
+            raise RuntimeError("fill() takes an empty cache without eviction, whose pages the attention reads")
         for layer, (key, value) in zip(self._paged_layers, layers, strict=True):
             plan = layer.join_plan(key.shape[0], key.shape[2], mask)
             layer.prepare(plan, key, value)

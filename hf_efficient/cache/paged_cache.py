@@ -89,6 +89,7 @@ class PagedCache(DecodeStepMixin, MovesMixin, Cache):
                 raise ValueError(f"prefix_cache={prefix_cache!r}: must be an hf_efficient.PrefixCache")
             prefix_cache.check(config, block_size, kv_format)
         self.row_tokens = None if prefix_cache is None else RowTokens()
+        self.noted_forward = -1  # the number of the last forward in which recurrent layers noted their states
         self.kv_format, self.eviction, self.prefix_cache = kv_format, eviction, prefix_cache
         decoder = config.get_text_config(decoder=True)
         # these store and share whole sequences, also what lies behind a window
@@ -195,6 +196,8 @@ class PagedCache(DecodeStepMixin, MovesMixin, Cache):
                 layer.store.check_rewind([max(length - number, 0) for length, number in zip(lengths, dropped)])
         if any(lengths):
             for layer in self.recurrent_layers:
+                if self.noted_forward != self.state.num_forwards:
+                    layer.forget_notes()  # of states before an earlier forward
                 layer.check_take_back([held - length for held, length in zip(self.state.lengths, lengths)])
 
     def _rewind_stores(self, held: list[int] | None = None) -> None:

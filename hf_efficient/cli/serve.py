@@ -38,6 +38,7 @@ def run(options: argparse.Namespace) -> Callable[[], int | None]:
     import hf_efficient
     from hf_efficient.cli import exec as program
     from hf_efficient.cli.path_checks import check_path
+    from hf_efficient.integrations import transformers_paged_formats
 
     check_path("model", options.model)
     for name in ("sequences", "context"):
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> Callable[[], int | None]:
     if not 0 < options.port < 1 << 16:
         raise ValueError(f"--port {options.port}: must be 1 to 65535")
     _check_installed()
-    _use_format(options.kv_format)
+    _check_format(options.kv_format)
     blocks = options.sequences * -(-options.context // PAGE)
     plan = hf_efficient.estimate(
         options.model, batch_size=options.sequences, prompt_tokens=max(1, options.context - 1), new_tokens=1,
@@ -54,6 +55,7 @@ def run(options: argparse.Namespace) -> Callable[[], int | None]:
     )  # fmt: skip
     cache = None if plan.kv_token_bytes is None else int(plan.kv_token_bytes * blocks * PAGE)
     print(_checked_plan(options, plan.weight_bytes, cache), flush=True)
+    transformers_paged_formats.use_by_default(options.kv_format)
     words = ["transformers", "serve", options.model, "--host", options.host, "--port", str(options.port)]
     words += ["--attn-implementation", "hf-efficient/flash_paged_2", "--continuous-batching"]
     words += ["--cb-num-blocks", str(blocks)]
@@ -70,17 +72,15 @@ def _check_installed() -> None:
         raise ImportError("serve needs what `transformers serve` does: pip install 'transformers[serving]'")
 
 
-def _use_format(kv_format: str) -> None:
+def _check_format(kv_format: str) -> None:
     import torch
 
-    from hf_efficient.integrations import transformers_paged_formats
     from hf_efficient.integrations.transformers_releases import needs
 
     if kv_format != "auto":
         needs("5.19", f"--kv-format {kv_format}")
     if kv_format in ("int4", "int2") and torch.cuda.is_available():
         raise ValueError(f"--kv-format {kv_format}: continuous batching has it on a CPU; use int8 or fp8 on a GPU")
-    transformers_paged_formats.use_by_default(kv_format)
 
 
 def _checked_plan(options: argparse.Namespace, weights: int, cache: int | None) -> str:

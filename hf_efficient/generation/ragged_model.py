@@ -89,7 +89,8 @@ class RaggedModel:
         self._prepare_captures(model_kwargs)
         groups = self._groups(model_kwargs)
         lengths = self._lengths_to_replay(model_kwargs, generation_config)
-        if self.extra and reads_media(self.model) and self.cache.reads_pages:
+        can_be_filled = self.cache.reads_pages and self.cache.eviction is None and not any(self.cache.cache_seqlens)
+        if self.extra and reads_media(self.model) and can_be_filled:
             with self._collecting_hidden():
                 logits = prefill_media(self.model, self.cache, input_ids, generation_config, model_kwargs)
             self.extra = {key: value for key, value in self.extra.items() if key not in MEDIA_INPUTS}

@@ -21,7 +21,8 @@ from hf_efficient.generation.replay.captured_forward import DTYPES, MAX_TOKENS, 
 from hf_efficient.generation.request import GenerationRequest
 from hf_efficient.generation.sequences import STATEFUL
 from hf_efficient.integrations.transformers_compat import attention_of
-from hf_efficient.integrations.transformers_loop import STATES_NAME, is_users_cache
+from hf_efficient.integrations.transformers_loop import is_users_cache
+from hf_efficient.integrations.transformers_releases import states_name
 
 
 _CACHES = (None, "dynamic")  # values of cache_implementation that a PagedCache can stand for
@@ -210,8 +211,8 @@ def callers_cache(request: GenerationRequest) -> Cache | None:
     """
     cache, kind = request.cache, kind_of_cache(request.model)
     if has_states_alone(request.model):
-        if is_users_cache(request.model_kwargs.get(STATES_NAME)):
-            raise ValueError(f"{STATES_NAME}: speculation begins with the prompt; leave it out")
+        if is_users_cache(request.model_kwargs.get(name := states_name())):
+            raise ValueError(f"{name}: speculation begins with the prompt; leave it out")
         return None
     if isinstance(cache, kind):
         _check_continuation(getattr(cache, "self_attention_cache", cache), request.attention_mask)

@@ -18,7 +18,8 @@ from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.cache.recurrent_layer import RecurrentLayer
 from hf_efficient.cache.state_cache import StateCache
 from hf_efficient.generation.state_projections import Projections
-from hf_efficient.integrations.transformers_loop import STATES_NAME, prefill
+from hf_efficient.integrations.transformers_loop import prefill
+from hf_efficient.integrations.transformers_releases import states_name
 
 
 class StateReading:
@@ -48,7 +49,7 @@ class StatesAlone(StateReading):
     def prefill(self, input_ids: torch.Tensor, generation_config, model_kwargs: dict) -> torch.Tensor:
         """As `RaggedModel.prefill`."""
         self.extra, self.mask, self.captured = {}, None, None
-        self._cached = {STATES_NAME: self.cache, "use_cache": True}
+        self._cached = {states_name(): self.cache, "use_cache": True}
         with self._collecting_hidden():
             logits = prefill(self.model, input_ids, generation_config, {**model_kwargs, **self._cached}).logits[:, -1]
         self.cache.see(*input_ids.shape)
@@ -101,6 +102,8 @@ def token_by_token(model, cache: PagedCache | StateCache) -> Iterator[None]:
             for hook in together.hooks(thread):
                 hooks.enter_context(hook)
         yield
+    if isinstance(cache, PagedCache):
+        cache.noted_forward = cache.state.num_forwards
 
 
 def mixers(model, cache: PagedCache | StateCache) -> list[tuple[RecurrentLayer, nn.Module]]:

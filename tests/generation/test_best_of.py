@@ -7,6 +7,7 @@ import torch
 from draft_models import GREEDY, NEW, models
 
 from hf_efficient import BestOf, Drafter, PromptLookup, Speculation, TokenRecycling, speculative_generate
+from hf_efficient.generation.drafters.best_of import _merge, _Trust
 from hf_efficient.generation.speculation.token_tree import RowTree, proposal_of, trees_of
 
 
@@ -73,6 +74,16 @@ def test_certain_tokens_stay_behind_their_parents():
     best = begun(Says(RowTree([5, 6], [-1, 0], [1.0, 1.0])), Says(RowTree([7, 5, 6], [-1, -1, 1], [0.3, 0.3, 0.3])))
     (tree,) = trees_of(best.propose([2], 63))
     assert tree.tokens == [5, 6, 7] and tree.parents == [-1, 0, -1] and tree.confidence == [1.0, 1.0, 0.0]
+
+
+def test_no_token_is_believed_more_than_the_one_before_it():
+    """Of a drafter that promises too little, whose probabilities are raised."""
+    trust, rare = _Trust(), RowTree([1, 2], [-1, 0], [0.005, 0.005])
+    for _ in range(6):
+        trust.learn(RowTree([5], [-1], [0.2]), [5])
+    first, second = trust.scaled(rare).confidence
+    assert 0.005 < first == second < 0.01
+    assert _merge((trust.scaled(rare),), 4) == RowTree([], [], [])
 
 
 def test_each_drafter_is_given_what_it_reads():

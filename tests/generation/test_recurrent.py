@@ -11,7 +11,15 @@ from oracle import Oracle
 from recurrent_models import MODELS, recurrent_model
 from test_speculative_distribution import RIGHT, p_value
 
-from hf_efficient import Offload, PagedCache, PromptLookup, TokenRecycling, enable_speculation, speculative_generate
+from hf_efficient import (
+    Offload,
+    PagedCache,
+    PromptLookup,
+    SelfSpeculation,
+    TokenRecycling,
+    enable_speculation,
+    speculative_generate,
+)
 from hf_efficient.generation import served
 from hf_efficient.generation.state_reading import token_by_token
 
@@ -86,6 +94,11 @@ def test_states_are_taken_back():
         assert not any(layer.holds_state for layer in cache.recurrent_layers)
         found, expected = (model(ids, past_key_values=each).logits for each in (cache, PagedCache(model.config)))
         assert torch.equal(found, expected)
+        with token_by_token(model, cache):
+            model(new, past_key_values=cache)
+        model(new[:, :1], past_key_values=cache)
+        with pytest.raises(ValueError, match=r"cannot take back \[1, 1\] tokens"):
+            cache.crop(-1)
 
 
 def test_sampled_distribution():
@@ -115,6 +128,8 @@ def test_what_is_refused():
         target.generate(**batch, **OPTIONS, assistant_model=model)
     with pytest.raises(ValueError, match="num_beams=2"):
         model.generate(**batch, **OPTIONS, num_beams=2, prompt_lookup_num_tokens=3)
+    with pytest.raises(ValueError, match="SelfSpeculation: Lfm2ForCausalLM has layers with a recurrent state"):
+        model.generate(**batch, **OPTIONS, assistant_model=SelfSpeculation(skip_layers=[1]))
     small = dict(vocab_size=64, hidden_size=32, num_attention_heads=2, num_key_value_heads=1, mamba_n_heads=4)
     small |= dict(intermediate_size=32, num_hidden_layers=2, attn_layer_indices=[1])
     bamba = transformers.BambaForCausalLM(transformers.BambaConfig(**small))

@@ -199,6 +199,7 @@ def test_modules_with_hooks_of_accelerate_are_not_run_for_the_draft():
     [
         ({}, "nothing makes the draft cheaper"),
         ({"skip_layers": []}, "skip_layers=.*at least one layer index"),
+        ({"skip_layers": 1}, "skip_layers=1: must be a list of at least one layer index"),
         ({"skip_layers": [1.5]}, "skip_layers=.*at least one layer index"),
         ({"skip_layers": [1], "exit_layer": 1}, "give one of them"),
         ({"exit_layer": 0}, "exit_layer=0: must be an integer of at least 1"),

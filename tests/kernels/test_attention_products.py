@@ -55,7 +55,7 @@ def test_other_calls_are_left_to_torch():
 
 
 def test_inside_the_mode_a_training_goes_by_products():
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not products.has_bfloat16_products():
         pytest.skip("a processor without instructions for bfloat16")
     q = torch.randn(1, 2, 16, 8, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
     with products.FastAttention():

@@ -133,7 +133,9 @@ class _Trust:
         depths = []
         for parent in tree.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
-        scaled = [min(1.0, chance * factor**depth) for chance, depth in zip(tree.confidence, depths)]
+        scaled: list[float] = []  # no node is more probable than its parent
+        for chance, depth, parent in zip(tree.confidence, depths, tree.parents):
+            scaled.append(min(1.0 if parent < 0 else scaled[parent], chance * factor**depth))
         return tree._replace(confidence=scaled)
 
 

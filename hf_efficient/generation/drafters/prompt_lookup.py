@@ -76,8 +76,8 @@ class PromptLookup(Drafter):
         prompts, shared = sequences.tokens[sequences.live, : sequences.prompt_length].tolist(), {}
         for row, prompt in zip(self.rows, prompts):
             shared.setdefault(tuple(prompt), []).append(row)
-        others = [[row for row in shared[tuple(prompt)] if row is not own] for own, prompt in zip(self.rows, prompts)]
-        return [[Walk(text) for text in texts[:MOST_SHARED]] for texts in others]
+        same = [(own, shared[tuple(prompt)][: MOST_SHARED + 1]) for own, prompt in zip(self.rows, prompts)]
+        return [[Walk(row) for row in rows if row is not own][:MOST_SHARED] for own, rows in same]
 
     def guess(self, row: SuffixAutomaton, depth: int, nodes: int, walks: tuple | list[Walk] = ()) -> RowTree:
         """At most `nodes` guesses of what follows a sequence, the most probable first."""

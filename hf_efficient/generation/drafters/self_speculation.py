@@ -8,6 +8,7 @@ from hf_efficient.generation.drafters.assistant import AssistantDrafter
 from hf_efficient.generation.drafters.draft_model import check_decoder_only, check_tree, draft_settings
 from hf_efficient.generation.drafters.layer_skip import skippable_layers, with_layers
 from hf_efficient.generation.drafters.low_precision import low_precision_modules, with_modules
+from hf_efficient.generation.model_traits import has_states
 from hf_efficient.generation.replay.pool import ReplayPool
 
 
@@ -49,7 +50,7 @@ class SelfSpeculation(AssistantDrafter):
             raise ValueError(f"skip_layers={skip_layers} and exit_layer={exit_layer}: give one of them")
         if skip_layers is None and exit_layer is None and bits is None:
             raise ValueError("nothing makes the draft cheaper than the model: give skip_layers, exit_layer or bits")
-        if skip_layers is not None and not (skip_layers and all(type(index) is int for index in skip_layers)):
+        if skip_layers is not None and not _is_list_of_int(skip_layers):
             raise ValueError(f"skip_layers={skip_layers!r}: must be a list of at least one layer index")
         for name, value in (("exit_layer", exit_layer), ("num_tokens", num_tokens)):
             if value is not None and (type(value) is not int or value < 1):
@@ -61,6 +62,11 @@ class SelfSpeculation(AssistantDrafter):
 
     def check(self, model) -> None:
         check_decoder_only(model, "SelfSpeculation")
+        if has_states(model):
+            raise ValueError(
+                f"SelfSpeculation: {type(model).__name__} has layers with a recurrent state, and a draft must be a "
+                "model without: take another drafter, such as PromptLookup()"
+            )
         draft, layers = model, self._draft_layers(len(skippable_layers(model)[1]))
         if self.config is not None:
             draft = with_modules(draft, self._few_bit_layers(model))
@@ -124,3 +130,7 @@ class SelfSpeculation(AssistantDrafter):
 
 def _bytes(model) -> int:
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _is_list_of_int(value) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(type(index) is int for index in value)

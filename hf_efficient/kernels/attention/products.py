@@ -33,7 +33,12 @@ def serves(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **options) -
         return False  # torch repeats them
     same = q.dtype == k.dtype == v.dtype == torch.bfloat16 and q.shape[2] == k.shape[2] and q.shape[2] >= LEAST
     on_cpu = q.device.type == k.device.type == v.device.type == "cpu"
-    return same and on_cpu and q.shape[1] % k.shape[1] == 0 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return same and on_cpu and q.shape[1] % k.shape[1] == 0 and has_bfloat16_products()
+
+
+def has_bfloat16_products() -> bool:
+    """Whether torch has oneDNN, and the CPU instructions with which it multiplies bfloat16."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class CausalAttention(torch.autograd.Function):

@@ -49,11 +49,13 @@ def map_large_blocks() -> None:
 def freed_memory_kept() -> Iterator[None]:
     """Inside, the C library keeps what is freed for the next block of that size: a training step takes and frees
     hundreds of large blocks, and the system clears every page that it hands out anew. Afterwards free memory goes back.
-    Changes nothing but speed; does nothing where the C library has no `mallopt` or refuses so large a threshold."""
+    Does nothing where the C library has no `mallopt`, and keeps blocks of up to 32 MB where glibc takes no larger
+    threshold."""
     if _mallopt is None:
         yield
         return
-    _mallopt(_MMAP_THRESHOLD, _ALL)
+    if not _mallopt(_MMAP_THRESHOLD, _ALL):
+        _mallopt(_MMAP_THRESHOLD, _LARGEST)
     _mallopt(_TRIM_THRESHOLD, _ALL)
     try:
         yield
