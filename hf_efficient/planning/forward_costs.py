@@ -9,7 +9,7 @@ import torch
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.evaluation.roofline import Work
 from hf_efficient.integrations.transformers_compat import cache_name
-from hf_efficient.kernels.linear import native_rounded
+from hf_efficient.kernels.linear import grouped_cpu, native_rounded
 from hf_efficient.planning.meta_model import MetaModel
 from hf_efficient.planning.model_trace import Trace, Tracer
 from hf_efficient.planning.page_bytes import PageBytes
@@ -83,7 +83,8 @@ class _Forwards:
         rounds = model.rounded_dtype is not None
         # the C++ kernels of a CPU round while they multiply
         fused = hasattr(model.quantization, "int8_on_cpu") or model.on_cpu and native_rounded.kernel(8) is not None
-        self._tracer = Tracer(model.module, rounds, rounds and not fused, model.on_cpu)
+        one_by_one = model.on_cpu and not grouped_cpu.is_available()
+        self._tracer = Tracer(model.module, rounds, rounds and not fused, model.on_cpu, one_by_one)
 
     def with_paged_cache(self, paged: PagedCache) -> ForwardCosts:
         prompt, new = self.lengths.prompt_tokens, self.lengths.new_tokens

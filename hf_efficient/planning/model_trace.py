@@ -77,9 +77,11 @@ class Tracer:
         rounds_inputs: whether its compressed layers round inputs to 8 bits.
         writes_codes: whether they write the rounded inputs to memory first.
         on_cpu: whether they use the kernels of a CPU.
+        one_by_one: whether compressed experts run one after another.
     """
 
-    def __init__(self, model: nn.Module, rounds_inputs: bool, writes_codes: bool, on_cpu: bool):
+    def __init__(self, model: nn.Module, rounds_inputs: bool, writes_codes: bool, on_cpu: bool, one_by_one: bool):
+        self.one_by_one = one_by_one
         self.model, self.trace = model.eval(), Trace()
         self.rounds_inputs, self.writes_codes, self.on_cpu = rounds_inputs, writes_codes, on_cpu
         model.config.pad_token_id = None  # otherwise some models search input_ids for it, which hold no numbers
@@ -138,8 +140,8 @@ class Tracer:
             tokens, chosen = top_k_index.shape
             self.trace.read[module] = chosen, sizes[0][0], tokens
             rows = hidden_states.repeat_interleave(chosen, 0)
-            # compressed experts run one after another on a CPU, so only one expert's share is alive
-            parts = -(-len(rows) // sizes[0][0]) if compressed and self.on_cpu else len(rows)
+            one_by_one = compressed and self.one_by_one  # then only one expert's share is alive
+            parts = -(-len(rows) // sizes[0][0]) if one_by_one else len(rows)
             outputs = [expert(module, part) for part in rows.split(parts)]
             del rows
             outputs = torch.cat(outputs) if len(outputs) > 1 else outputs[0]

@@ -72,6 +72,11 @@ class NativeExperts:
         return y.to(dtype)
 
 
+def is_available() -> bool:
+    """Whether this CPU runs all experts in one call, where their formats have C++ products."""
+    return interpreter() is not None
+
+
 def _described(layout: NativeLayout, type: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `Product` and the `Instruction` of a layout as int64 words, made once."""
     if "words" not in layout.__dict__:
