@@ -1,14 +1,9 @@
 """Eviction in transformers' continuous batching, as of transformers 5.19: allocators of layers that attend to
 everything, whose requests hold fewer tokens than they have had."""
 
-from contextvars import ContextVar
-
 from transformers.generation.continuous_batching import cache_allocators
 
 from hf_efficient.cache.request_eviction import RequestEviction
-
-
-POLICY: ContextVar = ContextVar("the eviction policy of the cache that is being built", default=None)
 
 
 class Evicting:

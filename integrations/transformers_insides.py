@@ -103,9 +103,7 @@ OF_CONTINUOUS_BATCHING: tuple[Inside, ...] = (
     Inside(
         "transformers:GenerationMixin", "integrations/transformers_page_forward.py", reads="_supports_logits_to_keep"
     ),
-    Inside(
-        f"transformers.{_CB}.scheduler:Scheduler._process_candidates", _STEP, reads="read_cache_limit", since="5.19"
-    ),
+    Inside(f"transformers.{_CB}.scheduler:Scheduler._process_candidates", _STEP, reads="read_cache_limit"),
     *of(_STEP, f"{_CB}.cache_allocators", "SlidingAttentionCacheAllocator", since="5.19"),
     Inside(
         f"transformers.{_CB}.cache_allocators:FullAttentionCacheAllocator.register_cache_tensor",

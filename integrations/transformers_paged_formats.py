@@ -13,7 +13,6 @@ import transformers
 from transformers.generation.continuous_batching import PagedAttentionCache, continuous_api
 
 from hf_efficient.cache import request_eviction, request_rings
-from hf_efficient.integrations.transformers_evicting_pages import POLICY
 from hf_efficient.integrations.transformers_releases import has, needs
 from hf_efficient.kernels.attention import api
 
@@ -22,6 +21,7 @@ FORMATS = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4":
 CPU_BATCH_TOKENS = 512  # default of `max_batch_tokens` on a CPU: as many as one forward takes
 # dtype of the codes of the cache that is being built, or their bits
 CODES: ContextVar[torch.dtype | int | None] = ContextVar("codes", default=None)
+POLICY: ContextVar[request_eviction.EvictionPolicy | None] = ContextVar("policy", default=None)  # its eviction
 
 
 _default = "auto"  # format of a cache whose config is transformers' own

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from transformers.generation.continuous_batching import cache, cache_allocators
 
-from hf_efficient.integrations.transformers_evicting_pages import POLICY, Evicting, EvictingFullAllocator
+from hf_efficient.integrations.transformers_evicting_pages import Evicting, EvictingFullAllocator
 from hf_efficient.integrations.transformers_grouped_pages import GroupedFullAllocator
-from hf_efficient.integrations.transformers_paged_formats import CODES
+from hf_efficient.integrations.transformers_paged_formats import CODES, POLICY
 from hf_efficient.kernels.attention import api
 
 
