@@ -31,6 +31,7 @@ METHODS = {
     "trellis 4 bits gptq": "trellis of 4 bits, GPTQ",
     "int4 g32 gptq refine": 'int4 in groups of 32, GPTQ and `refine=True` (`quality="best"`)',
     "int4 g64 gptq refine": "int4, GPTQ and `refine=True`",
+    "w4a4 g64 gptq refine": "int4 weights and inputs (W4A4), GPTQ and `refine=True`",
     "int4 g64 balanced, own text": 'int4, `quality="balanced"`, text of its own',
     "int4 g64 awq": "int4, AWQ",
     "int4 g64 gptq": "int4, GPTQ",
