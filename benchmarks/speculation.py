@@ -53,9 +53,10 @@ from pathlib import Path
 import harness
 import torch
 from harness import load, rounded
+from speculation_model import add_model
 
 import hf_efficient
-from hf_efficient.evaluation import devices, environment, samples
+from hf_efficient.evaluation import environment, samples
 from hf_efficient.generation.output import SpeculativeOutput, Statistics
 from hf_efficient.generation.ragged_model import RaggedModel
 
@@ -63,7 +64,6 @@ from hf_efficient.generation.ragged_model import RaggedModel
 GUESSES, THEIRS = 32, (10, 32)  # prompt_lookup_num_tokens: as many as we may, and what transformers always takes
 NEW = {"copying": 256, "chat": 128}  # tokens at most
 PARTS = ("copying-1", "copying-8", "chat-1", "chat-8")
-ON_HOST = ("prompt_lookup", "token_recycling", "both")  # drafters that run no model
 COUNTED = ("draft_seconds", "verify_seconds", "host_seconds")
 CHAT = (
     "Why is the sky blue? Explain it to a child.",
@@ -268,18 +268,6 @@ def record(kind: str, size: int, name: str, measured: dict, right: str, batches:
             inside_or_draft = sum(map(sum, inside)) + spent["draft_seconds"]
             line["host_share"] = 1 - inside_or_draft / sum(spent.values())
     return line
-
-
-def add_model(line: dict, plain: dict) -> None:
-    """Adds v, c and the modelled H200 to a record of one of our ways. plain: that of `generate` on the same prompts."""
-    step = plain["verify_seconds"] / plain["steps"]
-    positions = line["batch"] + line["drafted_tokens"] / line["steps"]  # that a step verifies, padding aside
-    device, weights = devices.find_device("h200"), 8.03e9
-    read, compute = 2 * weights / device.bandwidth, 2 * weights * positions / device.operations["bfloat16"]
-    draft = line["draft_seconds"] / line["steps"]
-    line |= {"v": line["verify_seconds"] / line["steps"] / step, "c": draft / step}
-    v, c = max(1.0, compute / read), draft / read if line["way"] in ON_HOST else line["c"]
-    line["h200"] = {"v": v, "c": c, "speedup": line["tokens_per_step"] / (v + c)}
 
 
 def goals(lines: list[dict]) -> list[tuple]:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from environment_figures import environments, import_time, upstream
+from quality_figures import all_methods, choose, larger, peer_methods
 from result_files import RESULTS, load, machine, markdown
 
 
@@ -19,36 +20,6 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 MARKED = re.compile(r"(<!-- figure: (\w+) -->\n).*?(<!-- end -->)", re.S)
 
-# name in quality.json -> what a reader calls it
-METHODS = {
-    "bf16": "bfloat16",
-    "int8 channel gptq": "int8 per channel, GPTQ",
-    "int8 channel rtn": "int8 per channel, to nearest",
-    "w8a8 int8 smoothquant": "int8 weights and activations, SmoothQuant",
-    "w8a8 int8 llm_int8": "LLM.int8()",
-    "w8a8 fp8 dynamic": "FP8 weights and activations",
-    "trellis 4 bits gptq refine": "trellis of 4 bits, GPTQ and `refine=True`",
-    "trellis 4 bits gptq": "trellis of 4 bits, GPTQ",
-    "int4 g32 gptq refine": 'int4 in groups of 32, GPTQ and `refine=True` (`quality="best"`)',
-    "int4 g64 gptq refine": "int4, GPTQ and `refine=True`",
-    "w4a4 g64 gptq refine": "int4 weights and inputs (W4A4), GPTQ and `refine=True`",
-    "int4 g64 balanced, own text": 'int4, `quality="balanced"`, text of its own',
-    "int4 g64 awq": "int4, AWQ",
-    "int4 g64 gptq": "int4, GPTQ",
-    "int4 g64 fast, no text": "int4, `WeightOnlyConfig()`",
-    "int4 g64 hqq, float zero points": "int4, HQQ with float zero points",
-    "nvfp4 gptq refine": "NVFP4, GPTQ and `refine=True`",
-    "mxfp4 gptq refine": "MXFP4, GPTQ and `refine=True`",
-    "nf4 g64": "NF4",
-    "int4 g64 rtn": "int4, to nearest",
-    "int3 g64 gptq refine": "int3, GPTQ and `refine=True`",
-    "int3 g64 gptq": "int3, GPTQ",
-    "int3 g64 fast, no text": "int3, `WeightOnlyConfig(bits=3)`",
-    "int2 g64 gptq refine": "int2, GPTQ and `refine=True`",
-    "trellis 2 bits gptq": "trellis of 2 bits, GPTQ",
-    "billm": "BiLLM",
-    "pb_llm": "PB-LLM",
-}
 # name in cpu_generate.json -> what a reader calls it
 DECODERS = {
     "stock bf16": "transformers, bfloat16",
@@ -90,59 +61,6 @@ POINTS = (
     ("ours int4", "int4 g64 gptq refine", "int4, GPTQ refined", (-40, -16), True),
     ("ours int4", "int4 g64 rtn", "int4, to nearest", (-36, -16), True),
 )
-
-
-def quality_rows(names) -> list[list[str]]:
-    """Rows of method, bits, perplexity, news, seconds, GB."""
-    rows, results = [], load("quality")
-    for name in names:
-        row = results[name]
-        seconds = "" if row["seconds"] is None or name == "bf16" else f"{row['seconds']:.0f}"
-        perplexities = [f"{row[text]['perplexity']:.2f}" for text in ("wikipedia", "news")]
-        peak = f"{row['peak_memory_bytes'] / 1e9:.2f}"
-        rows.append([METHODS.get(name, name), f"{row['bits_per_weight']:.2f}", *perplexities, seconds, peak])
-    return rows
-
-
-def choose() -> str:
-    """The methods that a newcomer chooses between."""
-    header = "method | bits of a weight | perplexity | news | seconds | peak memory, GB"
-    return markdown(header, "lrrrrr", quality_rows(METHODS))
-
-
-def larger() -> str:
-    """What quantizing a model with the shapes of a 1B model takes."""
-    rows = []
-    for name, row in load("calibrate_1b").items():
-        size, peak = (f"{row[part] / 1e9:.2f}" for part in ("weight_bytes", "peak_memory_bytes"))
-        rows.append([METHODS.get(name, name), str(row["config"]["windows"]), f"{row['seconds']:.0f}", peak, size])
-    header = "method | windows of text | seconds | peak memory, GB | weights, GB"
-    return markdown(header, "lrrrr", rows)
-
-
-def all_methods() -> str:
-    """Every row of quality.json, most bits first."""
-    results = load("quality")
-    names = sorted(
-        results, key=lambda name: (-results[name]["bits_per_weight"], results[name]["wikipedia"]["perplexity"])
-    )
-    tasks = load("quality_tasks")
-    rows = []
-    for name, row in zip(names, quality_rows(names)):
-        found = tasks[name]["tasks"]["next_passage"]["metrics"]["acc"] if name in tasks else None
-        shown = "" if found is None else f"{100 * found['value']:.0f} (± {100 * found['standard_error']:.0f})"
-        rows.append([*row, shown])
-    header = "method | bits of a weight | perplexity | news | seconds | peak memory, GB | next passage, %"
-    return markdown(header, "lrrrrrr", rows)
-
-
-def peer_methods() -> str:
-    """The peers on the same windows."""
-    rows = []
-    for name, row in load("quality_peers").items():
-        perplexities = [f"{row[text]['perplexity']:.2f}" for text in ("wikipedia", "news")]
-        rows.append([name, row["package"], f"{row['bits_per_weight']:.2f}", *perplexities])
-    return markdown("peer | package | bits of a weight | perplexity | news", "llrrr", rows)
 
 
 def generated(way: str, batch: int, prompt, key: str) -> float | None:
