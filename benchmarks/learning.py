@@ -1,14 +1,15 @@
 """What does training under codes and masks give back, and what does each loss of distillation give at equal minutes?
 
     python benchmarks/learning.py [--rows GLOB ...] [--minutes 20 | --steps N] [--start-windows 128] [--starts FOLDER]
-        [--checkpoints FOLDER] [--seed 0] [--output FILE]
+        [--tokens FILE --calibration-tokens FILE] [--checkpoints FOLDER] [--seed 0] [--output FILE]
     python benchmarks/learning.py --table          # the table of what has been measured
 
 Model, measured texts and calibration text are those of `benchmarks/quality.py`, the text that is trained on is that of
-`benchmarks/pruning_recovery.py`. A row makes a model (kept in FOLDER, and taken from there where it is) and calls
-`recover`, `distill` or `to_bitnet` with the dense model as teacher. The time is that of the call, with the teacher's
-forwards, the measuring of held-out text and the packing; with --checkpoints an interrupted row goes on, and the time is
-that of its last part. "FLOPs" counts six times the linear parameters a token for the student and two for the teacher.
+`benchmarks/pruning_recovery.py`, without the articles that are measured. A row makes a model (kept in FOLDER, and taken
+from there where it is) and calls `recover`, `distill` or `to_bitnet` with the dense model as teacher. The time is that
+of the call, with the teacher's forwards, the measuring of held-out text and the packing; with --checkpoints an
+interrupted row goes on, and the time is that of its last part. "FLOPs" counts six times the linear parameters a token
+for the student and two for the teacher.
 """
 
 import json
@@ -20,7 +21,7 @@ from pathlib import Path
 import harness
 import torch
 from pruning_recovery import score, training_tokens
-from quality import texts
+from quality import digests, texts
 from safetensors.torch import load_file, save_file
 
 import hf_efficient
@@ -86,8 +87,9 @@ def started(name: str, calibration: torch.Tensor, folder: Path):
 
 
 def scores_of(model, name: str, scored: dict, folder: Path | None) -> dict[str, torch.Tensor]:
-    """`score`, kept in `folder` where there is one."""
-    path = folder and folder / f"{name.replace(' ', '-').replace(':', 'of')}.scores.safetensors"
+    """`score`, kept in `folder` where there is one, for these texts."""
+    texts = "-".join(digests(scored).values())
+    path = folder and folder / f"{name.replace(' ', '-').replace(':', 'of')}.{texts}.scores.safetensors"
     if path is not None and path.is_file():
         return load_file(path)
     found = score(model, scored)
@@ -162,6 +164,8 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=1, help="windows of 512 tokens in a step")
     parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--start-windows", type=int, default=128, help="of calibration, for what rows start from")
+    parser.add_argument("--tokens", help="measured windows instead of the sample's")
+    parser.add_argument("--calibration-tokens", help="calibration windows instead of the sample's")
     parser.add_argument("--starts", type=Path, help="folder of models to start from (default: a temporary one)")
     parser.add_argument("--checkpoints", type=Path, help="folder that keeps the state of trainings")
     parser.add_argument("--seed", type=int, default=0, help="of the order of the windows; others name their rows")
@@ -170,8 +174,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.table:
         return table(options.output)
-    scored, tokenizer = texts(None), harness.tokenizer()
-    calibration = harness.windows(None, "calibration", options.start_windows, 512)
+    if bool(options.tokens) != bool(options.calibration_tokens):
+        parser.error("--tokens and --calibration-tokens need each other: the sample's text may hold what is measured")
+    scored, tokenizer = texts(options.tokens), harness.tokenizer()
+    calibration = harness.windows(options.calibration_tokens, "calibration", options.start_windows, 512)
     training = training_tokens(tokenizer, scored["wikipedia"])
     training = training[torch.randperm(len(training), generator=torch.Generator().manual_seed(0))]
     budget = {"minutes": options.minutes} if options.steps is None else {"steps": options.steps}
