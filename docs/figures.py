@@ -159,6 +159,14 @@ def streamed() -> str:
     )
 
 
+def disk_to_disk() -> str:
+    """Memory that compressing a larger checkpoint took, under a limit of the system."""
+    found = load("disk_to_disk")
+    sizes = [f"{found[name] / 1e6:.0f}" for name in ("checkpoint", "allowed", "planned", "data")]
+    header = "checkpoint, MB | `--memory`, MB | planned, MB | most that was taken, MB | kills, then the same bits"
+    return markdown(header, "rrrrr", [[*sizes, str(len(found["killed_after"]))]])
+
+
 def prefix_tiers() -> str:
     """A prompt that was seen before, by where its blocks lie."""
     found = load("prefix_tiers")
@@ -211,6 +219,7 @@ FIGURES = {
     "cache": cache,
     "prompts": prompts,
     "streamed": streamed,
+    "disk_to_disk": disk_to_disk,
     "prefix_tiers": prefix_tiers,
     "two_processes": two_processes,
     "learning": learning,
