@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 
@@ -47,6 +48,50 @@ class DecodeStepMixin:
                 read pages.
             ValueError: a pool of fixed size is full; nothing is changed.
         """
+        self._check_step()
+        if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+            raise ValueError(f"width={width!r}: must be a positive integer")
+        sequences, state = len(self.state.pool.lengths), self.state
+        with self._planned(lambda: state.plan_tokens(sequences, width, None), lambda: state.crop(-width)) as layers:
+            position_ids = layers[0].tables.position_ids(width)
+            if position_ids.is_cuda:
+                for tensor in (position_ids, *self.static_tensors()):
+                    torch._dynamo.mark_static_address(tensor, guard=False)  # or CUDA graphs would copy it
+            for each in self.states:
+                each.decode_plan = DecodePlan(sequences, width, tree_mask)
+            yield position_ids
+        state.check_consumed()
+
+    @contextmanager
+    def packed_step(self, counts: list[int], width: int, tree_mask: torch.Tensor | None = None) -> Iterator[None]:
+        """As `decode_step`, for one forward on a CPU of int64 [1, width] tokens in which sequence b has `counts[b]` new
+        ones, 0 or more, end to end. What stands behind the last sequence is padding.
+
+        Args:
+            tree_mask: int64 [1, width], as in `decode_step`: bit j says that a token sees number j of the new ones of
+                its sequence.
+
+        Raises as `decode_step`, and ValueError for counts that are not one for each sequence, all 0, or more than
+        `width` together.
+        """
+        self._check_step()
+        held, state = list(self.state.lengths), self.state
+        if len(counts) != len(held) or min(counts) < 0 or not 0 < sum(counts) <= width:
+            raise ValueError(
+                f"counts={counts}, width={width}: needs numbers of new tokens of {len(held)} sequences, at least one "
+                "token and at most `width` together"
+            )
+        with self._planned(lambda: state.plan_packed(counts), lambda: state.rewind(held)) as layers:
+            starts = list(accumulate(counts, initial=0))
+            for tables in {id(layer.tables): layer.tables for layer in layers}.values():
+                tables.query_starts.copy_(torch.tensor(starts, dtype=torch.int32))
+            for each, layer in {id(layer.state): (layer.state, layer) for layer in layers}.values():
+                each.decode_plan = DecodePlan(1, width, tree_mask, layer.tables.query_starts)
+            yield
+        state.check_consumed()
+
+    def _check_step(self) -> None:
+        """Raises RuntimeError where no `decode_step` is possible now."""
         state, layers = self.state, self._paged_layers
         state.check_idle()
         if self.eviction is not None:
@@ -60,12 +105,14 @@ class DecodeStepMixin:
             )
         if not all(layer.is_initialized for layer in layers):
             raise RuntimeError("decode_step() continues a filled cache: run the prompt through the model first")
-        if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-            raise ValueError(f"width={width!r}: must be a positive integer")
         if any(layer.num_forwards != state.num_forwards for layer in layers):
             raise RuntimeError("decode_step() after a forward that failed halfway: call reset() and begin anew")
-        sequences = len(state.pool.lengths)
-        state.plan_tokens(sequences, width, None)
+
+    @contextmanager
+    def _planned(self, plan, take_back) -> Iterator[list]:
+        """Inside, the bookkeeping of a forward is done. Yields the layers; `take_back` undoes `plan` after an error."""
+        state, layers = self.state, self._paged_layers
+        plan()
         for layer in layers:
             layer.num_forwards = -1
         for layer in layers:  # what fails here, for want of memory, leaves a cache that only reset() helps
@@ -76,22 +123,15 @@ class DecodeStepMixin:
             for layer in layers:
                 layer.store.make_ready(layer.state.plan)
                 layer.tables = layer.state.tables_on(layer.device)
-            position_ids = layers[0].tables.position_ids(width)
-            if position_ids.is_cuda:
-                for tensor in (position_ids, *self.static_tensors()):
-                    torch._dynamo.mark_static_address(tensor, guard=False)  # or CUDA graphs would copy it
-            for each in self.states:
-                each.decode_plan = DecodePlan(sequences, width, tree_mask)
-            yield position_ids
+            yield layers
         except BaseException:
             for each in self.states:
                 each.decode_plan = each.pending = None
-            state.crop(-width)
+            take_back()
             self._rewind_stores()
             raise
         for each in self.states:
             each.decode_plan = None
-        state.check_consumed()
 
     @property
     def takes_trees(self) -> bool:
@@ -126,17 +166,18 @@ class DecodeStepMixin:
             for state in self.states:
                 state.tree = None
 
-    def keep(self, columns: list[list[int]], width: int) -> None:
-        """Of the last `width` tokens of sequence b, keeps those numbered `columns[b]` (ascending from 0), one behind
-        the other, and forgets the rest."""
+    def keep(self, columns: list[list[int]], widths: int | list[int]) -> None:
+        """Of the last `widths[b]` tokens of sequence b, keeps those numbered `columns[b]` (ascending from 0), one
+        behind the other, and forgets the rest. widths: one for each sequence, or the same for all."""
         self.state.check_idle()
-        starts = [length - width for length in self.state.lengths]
+        widths = [widths] * len(columns) if isinstance(widths, int) else widths
+        starts = [length - width for length, width in zip(self.state.lengths, widths)]
         lengths = [start + len(kept) for start, kept in zip(starts, columns)]
         self._check_rewind(lengths)
         moved = [(b, old, new) for b, kept in enumerate(columns) for new, old in enumerate(kept) if old != new]
         if moved:
             for state in self.states:
-                slots = [state.pool.slots(b, starts[b], width) for b in range(len(columns))]
+                slots = [state.pool.slots(b, starts[b], width) for b, width in enumerate(widths)]
                 sources, destinations = zip(*((slots[b][old], slots[b][new]) for b, old, new in moved))
                 for layer in self._paged_layers:
                     if layer.state is state and layer.is_initialized:

@@ -62,6 +62,9 @@ class PageHandle:
                 options["tree_mask"] = state.decode_plan.tree_mask
             if distance_bias is not None:
                 options["alibi_slopes"] = distance_bias
+            if state.decode_plan.query_starts is not None:
+                starts = state.decode_plan.query_starts
+                return layer.store.append_and_attend_packed(layer.tables, starts, query, key, value, **options)
             return layer.store.append_and_attend(layer.tables, query, key if new else None, value, **options)
         state.see(window_size)
         if new:

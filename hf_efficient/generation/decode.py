@@ -10,7 +10,7 @@ from hf_efficient.generation.ragged_kinds import RaggedModel, ragged_model
 from hf_efficient.generation.replay.captured_forward import MAX_TOKENS
 from hf_efficient.generation.replay.pool import PoolEntry, copied
 from hf_efficient.generation.request import GenerationRequest
-from hf_efficient.generation.speculation.draft_length import DraftLengthPolicy
+from hf_efficient.generation.speculation.packed_length import DraftLengthPolicy, length_policy
 
 
 def speculative_generate(
@@ -142,7 +142,7 @@ def _draft_length(request: GenerationRequest, target: RaggedModel) -> DraftLengt
     if drafter is None or not speculation.adapts:
         return None
     state = model_state.state_of(request.model)
-    return DraftLengthPolicy(
+    return length_policy(
         request.batch_size,
         drafter.max_tokens,
         state.latency,
@@ -151,6 +151,7 @@ def _draft_length(request: GenerationRequest, target: RaggedModel) -> DraftLengt
         draft_cost=drafter.relative_cost,
         padded=target.padded,
         capture_seconds=target.capture_seconds,
+        target=target,
     )
 
 

@@ -30,6 +30,8 @@ class EncoderReading:
     """Methods that come before those of `RaggedModel`. `cache` is the decoder's own part of `whole`, the cache that the
     model is given."""
 
+    packs = False  # cross attention finds a sequence's source by its row
+
     def __init__(self, model, whole: EncoderDecoderPagedCache, *arguments, **options):
         super().__init__(model, whole.self_attention_cache, *arguments, **options)
         self.whole, self._cached = whole, {cache_name(): whole, "use_cache": True}

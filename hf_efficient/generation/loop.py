@@ -45,6 +45,9 @@ class SpeculativeLoop:
         self.draft_length, self.keep_finished, self.streamer = draft_length, keep_finished, request.streamer
         self.do_sample = request.generation_config.do_sample
         self.acceptance = None if request.speculation is None else request.speculation.acceptance
+        # greedy, without processors: the argmax is all that is read of the logits
+        self.takes_argmax = not sequences.needs_scores and not self.do_sample and self.acceptance is None
+        target.wants_logits = not self.takes_argmax or (self.drafter is not None and self.drafter.reads_logits)
         self.statistics = Statistics(sequences.batch_size)
         self.seconds = dict.fromkeys(("draft", "verify", "host"), 0.0)
         self._since = perf_counter()
@@ -105,9 +108,8 @@ class SpeculativeLoop:
         tokens generated so far the host has yet to read, 0 or 1."""
         target = self.target
         logits = target(fed, [total - 1 + unread for total in self._generated()])
-        takes_argmax = not self.sequences.needs_scores and not self.do_sample
-        scores = logits if takes_argmax else self.sequences.process(logits)
-        choice = target.argmax if takes_argmax else None
+        scores = logits if self.takes_argmax else self.sequences.process(logits)
+        choice = target.argmax if self.takes_argmax else None
         return ArrivingTokens(verify(scores, None, self.do_sample, choice=choice).tokens)
 
     def _stream(self) -> None:
@@ -135,8 +137,7 @@ class SpeculativeLoop:
             return None
         limits = sequences.limits
         if policy is not None:
-            depth = policy.choose(limits)
-            limits = [min(limit, depth) for limit in limits]
+            limits = policy.depths(limits)
             if policy.has_confidence:  # `trim` cuts off more than that
                 nodes = min(nodes, policy.max_width(len(limits)))
         if any(limits) and not self._drafter_has_begun:
@@ -151,8 +152,9 @@ class SpeculativeLoop:
         self._spend("draft")
         return proposal
 
-    def _forward(self, proposal: Proposal | None) -> torch.Tensor:
-        """The target's logits [rows, width + 1, vocabulary] after each sequence's last token and after each draft."""
+    def _forward(self, proposal: Proposal | None) -> torch.Tensor | None:
+        """The target's logits [rows, width + 1, vocabulary] after each sequence's last token and after each draft; None
+        where their argmax is known and nothing else is read."""
         sequences, target, fed, tree = self.sequences, self.target, self.sequences.last(1), None
         if proposal is not None:
             fed = torch.cat([fed, proposal.tokens], 1)
@@ -160,23 +162,26 @@ class SpeculativeLoop:
                 tree = self._tree = ancestors(proposal.parents)
             if sequences.processors_read_ids:
                 sequences.write(proposal.tokens)
-        self._fed = fed
-        logits = target(fed.to(target.model.device), [total - 1 for total in self._generated()], tree=tree)
+        self._fed, counts = fed, None
+        if self.drafter is not None and target.packs:  # sequences that have ended take no token
+            drafts = [0] * len(fed) if proposal is None else proposal.counts.tolist()
+            counts = [(1 + count) * sequences.unfinished(b) for b, count in zip(sequences.live, drafts)]
+        first = [total - 1 for total in self._generated()]
+        logits = target(fed.to(target.model.device), first, tree=tree, counts=counts)
         self.statistics.steps += 1
-        return logits.to(sequences.device)
+        return None if logits is None else logits.to(sequences.device)
 
-    def _step(self, logits: torch.Tensor, proposal: Proposal | None) -> bool:
+    def _step(self, logits: torch.Tensor | None, proposal: Proposal | None) -> bool:
         """Takes the tokens that follow from `logits`. Returns whether any sequence goes on."""
         sequences, target, drafter = self.sequences, self.target, self.drafter
         is_tree = proposal is not None and proposal.parents is not None
         width = 0 if proposal is None else proposal.width
-        takes_argmax = not sequences.needs_scores and not self.do_sample and self.acceptance is None
-        scores = logits if takes_argmax else sequences.process(logits)
+        scores = logits if self.takes_argmax else sequences.process(logits)
         uniforms = None  # without a drafter the random numbers are those of transformers' loop
         if self.do_sample and drafter is not None:
             depth = self._tree.sum(-1) - 1 if is_tree else torch.arange(width + 1).expand(len(scores), -1)
             uniforms = sequences.uniforms(depth)
-        choice = target.argmax if takes_argmax else None
+        choice = target.argmax if self.takes_argmax else None
         verified = verify(scores, proposal, self.do_sample, self.acceptance, uniforms, choice)
         counts = torch.zeros_like(verified.accepted) if proposal is None else proposal.counts
         collected = (scores, logits)
@@ -212,8 +217,8 @@ class SpeculativeLoop:
             if new[row]:
                 self.statistics.add(b, drafted[row], depths[row], accepted[row])
         if self.draft_length is not None:
-            is_steady = self.target.is_steady
-            self.draft_length.update(proposal, accepted, depths, self._draft_seconds, verify_seconds, is_steady)
+            target, seconds = self.target, (self._draft_seconds, verify_seconds)
+            self.draft_length.update(proposal, accepted, depths, *seconds, target.is_steady, target.computed)
 
     def _select(self, following: ArrivingTokens | None = None) -> bool:
         """Lets finished sequences leave and rewinds the cache to what is accepted. Returns whether any goes on.
@@ -245,6 +250,8 @@ class SpeculativeLoop:
             return False
         if self.target.captured is None:
             return True
+        if self.drafter is not None and self.target.packs and not self.drafter.computes:
+            return False  # they take no token of a forward
         # each number of sequences is a capture of its own: they are halved, and where a capture pays in the tokens to
         # come
         pays = max(self.sequences.limits) >= MIN_TOKENS_TO_CAPTURE or not self.target.capture_seconds(len(going), 1)

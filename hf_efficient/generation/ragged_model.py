@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from hf_efficient.cache.bookkeeping.tensors import to_device
 from hf_efficient.generation.media_prompt import prefill_media
 from hf_efficient.generation.model_traits import decoder_layers, reads_media, unmasked_layers
+from hf_efficient.generation.packed_reading import PackedReading
 from hf_efficient.generation.replay.captured_forward import CapturedForward, is_being_watched, padded, tree_bits
 from hf_efficient.generation.replay.captured_prompt import CapturedPrompt
 from hf_efficient.generation.replay.graph_forward import captured_forward_of
@@ -27,7 +28,7 @@ def _is_left_padded(mask: torch.Tensor) -> bool:
     return bool((mask[:, 1:] >= mask[:, :-1]).all()) and bool(mask[:, -1].all())
 
 
-class RaggedModel:
+class RaggedModel(PackedReading):
     """Runs `model` on the next tokens of sequences of unequal length. Positions count from the first generated token:
     token 0 of a sequence is the first after its prompt.
 
@@ -50,10 +51,14 @@ class RaggedModel:
         hidden: float [rows, columns, hidden size * (1 + layers)], of the last forward: what the output head read, and
             the outputs of `hidden_layers`.
         argmax: int64 [rows, columns], of the logits of the last forward if that was a captured one; else None.
+        computed: tokens that the last forward computed, its padding included.
+        wants_logits: whether logits are needed where their argmax is known.
     """
 
     hidden: torch.Tensor | None = None
     argmax: torch.Tensor | None = None
+    computed = 0
+    wants_logits = True
 
     def __init__(
         self,
@@ -223,8 +228,13 @@ class RaggedModel:
         return torch.stack(logits)
 
     def __call__(
-        self, tokens: torch.Tensor, first: list[int], keep: int | None = None, tree: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self,
+        tokens: torch.Tensor,
+        first: list[int],
+        keep: int | None = None,
+        tree: torch.Tensor | None = None,
+        counts: list[int] | None = None,
+    ) -> torch.Tensor | None:
         """Runs the forward and appends `tokens` to the cache.
 
         Args:
@@ -232,7 +242,10 @@ class RaggedModel:
             keep: of how many last columns the logits are returned; None: of all.
             tree: bool [rows, width, width], for tokens that are a tree with the first of them as its root: which token
                 descends from which, itself included (`token_tree.ancestors`). The cache holds all of them until `keep`.
-        Returns the logits, [rows, keep, vocabulary].
+            counts: how many leading tokens of each sequence are no padding; None: all. Padding may be left out then, of
+                the cache too.
+        Returns the logits, [rows, keep, vocabulary]; where padding was left out those of padding mean nothing, and
+        there are none unless `wants_logits`.
         """
         width, device = tokens.shape[1], tokens.device
         columns = [prompt + index for prompt, index in zip(self.prompt, first)]
@@ -242,6 +255,11 @@ class RaggedModel:
         if self.max_position is not None:
             positions = positions.clamp(max=self.max_position)
         self._appended, self.argmax = width, None
+        self.computed = len(tokens) * self.padded(len(tokens), width)
+        if counts is not None and self.packs and self._is_less(counts, width):
+            packed = self._replay_packed(tokens, positions, tree, counts)
+            if packed is not None:
+                return packed[:, -(keep or width) :] if self.wants_logits else None
         if self.captured is not None and not self.extra:
             outputs = self._replay(tokens, positions, tree)
             if outputs is not None:

@@ -80,6 +80,31 @@ def test_attention_and_pages(dtype, shapes, options):
     assert all(torch.equal(x, y) for x, y in zip(arguments, copies))  # the pages hold what was appended
 
 
+def test_token_trees():
+    """Each sequence's new tokens as a tree of its own, against the attention of that sequence alone."""
+    new, past = [1, 6, 0, 4, 4], [3, 13, 5, 8, 9]
+    arguments = make(new=new, past=past)
+    q, k, v, k_cache, v_cache, starts, lengths, table = arguments
+    caches = [x.clone() for x in (k_cache, v_cache)]
+    tree = torch.zeros(len(q), dtype=torch.int64)
+    out = torch.zeros_like(q)
+    for row, (first, count) in enumerate(zip(starts.tolist(), new)):
+        if count:
+            seen = [1]
+            for node in range(1, count):  # every node follows one of those before it
+                seen.append(seen[(7 * node) % node // 2] | 1 << node)
+            part = slice(first, first + count)
+            tree[part] = torch.tensor(seen)
+            out[part] = api.flash_attn_with_kvcache(
+                q[None, part], *caches, k=k[None, part], v=v[None, part], cache_seqlens=lengths[row : row + 1],
+                block_table=table[row : row + 1], causal=True, tree_mask=tree[None, part],
+            )[0]  # fmt: skip
+    assert torch.equal(ragged.attend_ragged(*arguments, tree_mask=tree), out)
+    assert all(torch.equal(*pair) for pair in zip((k_cache, v_cache), caches))
+    with pytest.raises(RuntimeError, match="attend_ragged"):
+        ragged.attend_ragged(*arguments, tree_mask=tree[:-1])
+
+
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("shapes", "options"), [({}, {}), (RING, dict(wrap=10, left=9)), (SHARED, {})])
 def test_pages_that_do_not_lie_end_to_end(kind, shapes, options):

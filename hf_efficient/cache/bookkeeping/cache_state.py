@@ -17,11 +17,14 @@ class DecodePlan(NamedTuple):
     """What the forward inside `decode_step` must look like, whose bookkeeping is done before it runs.
 
     width: new tokens of each sequence. tree_mask: int64 [B, width] for a token tree, as the attention kernels take it.
+    query_starts: int32 [B + 1] where sequences have different numbers of new tokens, end to end in one row of `width`;
+        then `sequences` is 1.
     """
 
     sequences: int
     width: int
     tree_mask: torch.Tensor | None = None
+    query_starts: torch.Tensor | None = None
 
     def check(self, sequences: int, width: int, mask: torch.Tensor | None) -> None:
         """Raises ValueError when the forward is not the one that was planned."""
@@ -218,6 +221,14 @@ class CacheState:
         if min(counts) == width:
             valid = None
         return self._append(counts, valid, width, mask)
+
+    def plan_packed(self, counts: list[int]) -> ForwardPlan:
+        """Plans a forward of the paged attention in which sequence b has `counts[b]` new tokens and no padding."""
+        self.check_batch(len(counts))
+        plan = self._append(counts, None, max(counts), None)
+        for state in self.peers:
+            state.columns = max(state.lengths)
+        return plan
 
     def _append(self, counts, valid, width, column_mask, evenly=False) -> ForwardPlan:
         is_new = not self.pool.lengths

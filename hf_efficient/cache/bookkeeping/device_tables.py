@@ -18,6 +18,7 @@ class DeviceTables:
         pool of fixed size, else a power of two.
     cache_seqlens: int32 [B], tokens of each sequence before the forward, without dropped ones.
     dropped: int32 [B], dropped tokens; None in a pool that has dropped none.
+    query_starts: int32 [B + 1], of a forward whose sequences stand end to end: where the new tokens of each begin.
     columns: int64 [], what transformers calls the sequence length before the forward.
     """
 
@@ -30,6 +31,7 @@ class DeviceTables:
             self.block_table = lazy_zeros(used, len(sequences), width)
             self.block_table[:, :longest] = used
             self.cache_seqlens = to_device(starts, torch.int32, device)
+            self.query_starts = torch.zeros(len(starts) + 1, dtype=torch.int32, device=device)
             self.columns = torch.full((), columns, dtype=torch.int64, device=device)
             self.dropped = None
             self._set_dropped(pool.dropped)

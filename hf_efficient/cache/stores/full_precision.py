@@ -8,7 +8,7 @@ import torch
 from hf_efficient.cache.bookkeeping.device_tables import DeviceTables
 from hf_efficient.cache.bookkeeping.forward_plan import ForwardPlan
 from hf_efficient.cache.bookkeeping.tensors import lazy_zeros, to_device
-from hf_efficient.kernels.attention import api, native_cpu, policy, torch_cpu
+from hf_efficient.kernels.attention import api, native_cpu, policy, ragged, torch_cpu
 
 
 class Form(NamedTuple):
@@ -220,6 +220,23 @@ class PageStore:
         return api.flash_attn_with_kvcache(
             query.transpose(1, 2), k=key, v=value, cache_seqlens=seqlens, **self._cache(tables.block_table), **options
         )  # fmt: skip
+
+    def append_and_attend_packed(
+        self, tables: DeviceTables, query_starts, query, key, value, *, causal, window_size, tree_mask=None, **options
+    ) -> torch.Tensor:
+        """`append_and_attend` for sequences with different numbers of new tokens, end to end in query [1, Hq, T, D],
+        key and value. query_starts: int32 [B + 1].
+
+        Raises ValueError for attention that is not causal.
+        """
+        if not causal:
+            raise ValueError("a forward of sequences end to end is causal")
+        query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+        cache, tree = self._cache(tables.block_table), None if tree_mask is None else tree_mask[0]
+        return ragged.attend_ragged(
+            query, key, value, query_starts=query_starts, cache_seqlens=tables.cache_seqlens, left=window_size[0],
+            tree_mask=tree, **cache, **options,
+        )[None]  # fmt: skip
 
     def _cache(self, block_table: torch.Tensor) -> dict[str, torch.Tensor]:
         """The arguments by which the attention ops are told what is stored."""

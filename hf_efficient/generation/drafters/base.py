@@ -20,6 +20,7 @@ class Drafter(ABC):
     max_tokens: how many tokens deep it guesses at most.
     draws: its proposals have `probabilities`.
     relative_cost: estimated seconds of drafting one token by those of a forward of the target, for drafters that draw.
+    computes: a proposal takes time for each sequence of the batch, one that has ended, too, as of a model.
     reads_hidden: `begin` and `accept` are given hidden states of the target: what its output head reads, concatenated
         with the outputs of the decoder layers `reads_layers` (indices from 0).
     reads_logits: `observe` is called.
@@ -28,6 +29,7 @@ class Drafter(ABC):
     max_tokens: int
     draws = False
     relative_cost = 0.0
+    computes = True
     reads_hidden = False
     reads_layers: tuple[int, ...] = ()
     reads_logits = False

@@ -44,6 +44,7 @@ class BestOf(Drafter):
         self._trees: list[list[RowTree] | None] = [None] * len(drafters)  # of this step
         self.max_tokens = max(drafter.max_tokens for drafter in drafters)
         self.relative_cost = sum(drafter.relative_cost for drafter in drafters)
+        self.computes = any(drafter.computes for drafter in drafters)
         self.reads_hidden = any(drafter.reads_hidden for drafter in drafters)
         self.reads_logits = any(drafter.reads_logits for drafter in drafters)
 

@@ -37,6 +37,8 @@ class PromptLookup(Drafter):
         max_ngram: length of the longest suffix looked up, >= 1; None: any length.
     """
 
+    computes = False
+
     def __init__(self, num_tokens: int = 20, max_ngram: int | None = None):
         for name, spelled, value in (
             ("num_tokens", "prompt_lookup_num_tokens", num_tokens),

@@ -34,6 +34,7 @@ class TokenRecycling(Drafter):
     """
 
     reads_logits = True
+    computes = False
 
     def __init__(self, candidates: int = 8, max_tokens: int = 6):
         for name, value in (("candidates", candidates), ("max_tokens", max_tokens)):

@@ -20,6 +20,8 @@ logger = logging.get_logger(__name__)
 
 EAGER_FORWARDS = 2  # the first forwards over a cache run eagerly: a capture costs about three of them
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # positions of captured forwards; others are padded to the next one
+# Tokens of captured forwards of sequences end to end. Those of padded sequences have 8, 16, 24 and so on.
+PACKED_WIDTHS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128)
 MIN_TOKENS = 4  # of all sequences: up to so many cost what one costs, so fewer are padded
 MAX_TOKENS = 128  # of all sequences: beyond, a forward takes so long that the host's time does not show
 MAX_OUTPUT_BYTES = 256 << 20  # of all captures over one cache; a capture takes 0.2 MB a token of SmolLM2-135M
@@ -29,6 +31,9 @@ DTYPES = {  # of models whose forwards are captured, by device
     "cpu": (torch.bfloat16, torch.float32),
     "cuda": (torch.bfloat16, torch.float16, torch.float32),
 }
+
+
+PACKED = "packed"
 
 
 class _Captured(NamedTuple):
@@ -50,18 +55,22 @@ class CapturedForward:
         runs_ahead: whether a call returns before its results are computed.
         is_unchanged: asked before every forward whether the model is still the one that was captured; None where no
             code of the user's runs between forwards.
+        packs: whether `packed` forwards are possible.
         prompt: the `CapturedPrompt` over the same cache, None before the first one.
     """
 
     is_steady = True
     runs_ahead = False
+    is_of_cpu = True
 
     def __init__(self, forward: Callable, cache: PagedCache):
         self.forward, self.cache, self.prompt = forward, cache, None
         self.is_unchanged: Callable[[], bool] | None = None
-        self._captures: dict[tuple[int, int], _Captured] = {}  # by (sequences, positions), the latest used last
+        # by (sequences, positions), or (PACKED, sequences, tokens); the latest used last
+        self._captures: dict[tuple, _Captured] = {}
         self._calls = 0
         self._falls_back = False  # to eager forwards, for good
+        self.packs = self.is_of_cpu  # until a forward of sequences end to end could not be captured
         self._last_capture_seconds = 0.0
 
     def capture_seconds(self, rows: int, columns: int) -> float:
@@ -69,6 +78,12 @@ class CapturedForward:
         capture; 0.0 where it is captured already or runs eagerly."""
         kind = rows, padded(rows, columns)
         return 0.0 if self._runs_eagerly(*kind) or kind in self._captures else self._last_capture_seconds
+
+    def packed_capture_seconds(self, rows: int, tokens: int) -> float:
+        """As `capture_seconds`, of so many tokens of all sequences end to end."""
+        width = packed_width(tokens)
+        is_captured = width is None or not self.packs or (PACKED, rows, width) in self._captures
+        return 0.0 if is_captured else self._last_capture_seconds
 
     def is_captured(self, rows: int, columns: int) -> bool:
         """Whether forwards of `rows` sequences and `columns` positions are replayed."""
@@ -99,22 +114,46 @@ class CapturedForward:
             order = torch.arange(columns, device=tokens.device)
             tree_mask = tree_bits((order <= order[:, None]).expand(rows, -1, -1))
         new = (tokens, positions) if tree_mask is None else (tokens, positions, tree_mask)
+        return self._run((rows, width), new, width, lambda tree: self.cache.decode_step(width, *tree))
+
+    def packed(
+        self, tokens: torch.Tensor, positions: torch.Tensor, counts: list[int], tree_mask: torch.Tensor
+    ) -> tuple | None:
+        """As a call, for tokens int64 [1, n] of which sequence b has `counts[b]`, end to end. tree_mask: int64 [1, n],
+        as in `PagedCache.packed_step`."""
+        width = packed_width(tokens.shape[1])
+        if not self.packs or self._falls_back or width is None or self._calls < EAGER_FORWARDS:
+            return None
+        if self.is_unchanged is not None and not self.is_unchanged():
+            self._falls_back = True
+            return None
+        kind = PACKED, len(counts), width
+        new = tokens, positions, tree_mask
+        return self._run(kind, new, width, lambda tree: self.cache.packed_step(counts, width, *tree))
+
+    def _run(self, kind: tuple, new: tuple, width: int, step: Callable) -> tuple | None:
+        """Replays the forward of `kind` on `new`, each tensor padded to `width` columns, or captures it. step: makes
+        the cache's context of the forward from the tensors behind tokens and positions."""
+        columns, self.is_steady = new[0].shape[-1], False
         new = [torch.cat([x, x[..., -1:].expand(*x.shape[:-1], width - columns)], -1) for x in new]
-        captured = self._captures.pop((rows, width), None)
+        captured = self._captures.pop(kind, None)
         inputs = tuple(tensor.clone() for tensor in new) if captured is None else captured.inputs
         for static, values in zip(inputs, new):
             static.copy_(values)
         try:
-            with self.cache.decode_step(width, *inputs[2:]):
+            with step(inputs[2:]):
                 if captured is not None and captured.addresses == self._addresses():
-                    self._captures[rows, width] = captured
+                    self._captures[kind] = captured
                     self.is_steady = True
                     return captured.capture.replay()
                 capture = self._capture(inputs)
-                self._keep((rows, width), _Captured(inputs, self._addresses(), capture))
+                self._keep(kind, _Captured(inputs, self._addresses(), capture))
                 return capture.output
         except NotReplayable:
-            self._falls_back = True
+            if kind[0] == PACKED:
+                self.packs = False
+            else:
+                self._falls_back = True
             return None
 
     def _capture(self, inputs: tuple) -> Capture:
@@ -133,7 +172,7 @@ class CapturedForward:
         """Captures `forward` of so many tokens of all sequences."""
         return Capture(forward)
 
-    def _keep(self, kind: tuple[int, int], captured: _Captured) -> None:
+    def _keep(self, kind: tuple, captured: _Captured) -> None:
         """Stores a capture; those unused for longest are dropped where all together take too much memory."""
         self._captures[kind] = captured
         while len(self._captures) > 1 and sum(c.capture.nbytes for c in self._captures.values()) > MAX_OUTPUT_BYTES:
@@ -192,3 +231,8 @@ def padded(rows: int, columns: int) -> int:
     """How many positions a captured forward of `rows` sequences and `columns` positions computes."""
     fits = (width for width in WIDTHS if width >= columns and (width == 1 or rows * width >= MIN_TOKENS))
     return next(fits, columns)
+
+
+def packed_width(tokens: int) -> int | None:
+    """How many tokens a captured forward of `tokens` tokens end to end computes; None where it is too large."""
+    return next((width for width in PACKED_WIDTHS if width >= tokens), None)

@@ -20,6 +20,7 @@ class GraphForward(CapturedForward):
     """
 
     runs_ahead = True
+    is_of_cpu = False
 
     def __init__(self, forward: Callable, cache: PagedCache):
         super().__init__(forward, cache)

@@ -44,6 +44,8 @@ class DraftLengthPolicy:
         capture_seconds: seconds of capturing the next forward of so many sequences and positions, 0.0 if it needs none.
     """
 
+    cheap_draft = CHEAP_DRAFT
+
     def __init__(
         self,
         rows: int,
@@ -78,6 +80,11 @@ class DraftLengthPolicy:
         """Whether the drafter's pause outlasts a call of `steps` steps: no draft is made, and no prompt read for it."""
         self.is_off = self.timed and self.statistics.steps_to_trial > steps and not self._is_cheap(1)
         return self.is_off
+
+    def depths(self, limits: list[int]) -> list[int]:
+        """How deep to draft now for each sequence, with `limits` as of `choose`."""
+        depth = self.choose(limits)
+        return [min(limit, depth) for limit in limits]
 
     def choose(self, limits: list[int]) -> int:
         """How deep to draft now, 0 for a plain step. limits: tokens that each sequence can still use."""
@@ -133,13 +140,15 @@ class DraftLengthPolicy:
         draft_seconds: float,
         verify_seconds: float,
         is_steady: bool = True,
+        tokens: int | None = None,
     ) -> None:
         """Learns from a step in which `proposal` was verified. accepted, depths: of each sequence, tokens accepted and
         depth of its deepest draft. is_steady: False where such steps will take less time from now on, as this one
-        captured its forward."""
+        captured its forward. tokens: that its forward computed; None for those of a padded one."""
         width, statistics = 0 if proposal is None else proposal.width, self.statistics
         if self.timed:
-            self._add_forward(self._tokens(len(accepted), width), width, verify_seconds, is_steady)
+            tokens = self._tokens(len(accepted), width) if tokens is None else tokens
+            self._add_forward(tokens, width, verify_seconds, is_steady)
         if self.predicted:
             self.mean_predicted = DRAFT_DECAY * self.mean_predicted + (1 - DRAFT_DECAY) * self.predicted
         curve = statistics.draft_seconds
@@ -212,12 +221,16 @@ class DraftLengthPolicy:
             rate = (self.unfinished + total) / (self._step_seconds(rows, width, total, is_drafted) - sunk)
             if rate > best_rate:
                 best, best_rate = width, rate
+        return self._or_trial(best)
+
+    def _or_trial(self, best: int) -> int:
+        """`best`, or where that is 0 what a trial drafts, 1, and 0 while drafting rests."""
         if best or self.is_trial:
             self.is_trial = not best
             return best or 1
         statistics = self.statistics
         if statistics.steps_to_trial <= 1:
-            self.is_trial = statistics.steps_to_trial == 1 and not self._unpaid_capture_seconds(rows, 1)
+            self.is_trial = statistics.steps_to_trial == 1 and not self._unpaid_capture_seconds(len(self.accepted), 1)
             statistics.pause_steps = min(max(MIN_PAUSE, 2 * statistics.pause_steps), MAX_PAUSE)
             statistics.steps_to_trial = statistics.pause_steps
         return int(self.is_trial)
@@ -229,7 +242,7 @@ class DraftLengthPolicy:
 
     def _is_cheap(self, depth: int) -> bool:
         seconds = self.statistics.draft_seconds.at(depth)
-        return self.has_confidence and seconds < CHEAP_DRAFT * self.forward_seconds.at(len(self.accepted))
+        return self.has_confidence and seconds < self.cheap_draft * self.forward_seconds.at(len(self.accepted))
 
     def _steps_between_probes(self, depth: int) -> int:
         plain = self.forward_seconds.at(len(self.accepted))
@@ -241,7 +254,10 @@ class DraftLengthPolicy:
 
     def _unpaid_capture_seconds(self, rows: int, width: int) -> float:
         """Seconds of capturing a forward of `width` drafts a sequence that the rest of this call has to win back."""
-        seconds = self.capture_seconds(rows, width + 1) if self.timed else 0.0
+        return self._unpaid(self.capture_seconds(rows, width + 1) if self.timed else 0.0)
+
+    def _unpaid(self, seconds: float) -> float:
+        """Of a capture that takes so many seconds, those that the rest of this call has to win back."""
         return 0.0 if self.latency.free_captures or seconds <= self.latency.capture_budget else seconds
 
     def _step_seconds(self, rows: int, width: int, gain: float, is_drafted: bool) -> float:

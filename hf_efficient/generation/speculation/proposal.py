@@ -41,6 +41,12 @@ class Proposal:
         parts = (None if part is None else part[:, :width] for part in parts)
         return Proposal(self.tokens[:, :width], self.counts.clamp(max=width), *parts)
 
+    def cut(self, counts: list[int]) -> "Proposal":
+        """The first `counts[b]` tokens of each sequence b, at least one of all."""
+        shorter = self.truncated(max(counts))
+        counts = torch.tensor(counts, device=self.counts.device)
+        return Proposal(shorter.tokens, counts, shorter.probabilities, shorter.parents, shorter.confidence)
+
     def chain(self) -> "Proposal":
         """The path of a tree that takes the first child everywhere, as one continuation a sequence."""
         if self.parents is None:

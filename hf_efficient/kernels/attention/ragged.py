@@ -24,7 +24,7 @@ def serves(dtype: torch.dtype, query_heads: int, k_cache, v_cache, k_scale=None,
 def attend_ragged(
     q, k, v, k_cache, v_cache, query_starts, cache_seqlens, block_table, *, wrap=0, softmax_scale=None, left=-1,
     softcap=0.0, s_aux=None, k_scale=None, v_scale=None, k_min=None, v_min=None, k_tail=None, v_tail=None,
-    quantized_seqlens=None, ring_rows=None,
+    quantized_seqlens=None, ring_rows=None, tree_mask=None,
 ):  # fmt: skip
     """Appends new tokens to the sequences' pages, then attends with all of them, causally. Has no backward.
 
@@ -44,6 +44,8 @@ def attend_ragged(
         k_tail, v_tail, quantized_seqlens, ring_rows: of int4 and int2 pages. Rings [R, slots, Hk, D] in q's dtype; of
             each ring int32 [R] how many tokens of its sequence are in pages, the others are in slot t % slots; int32
             [B], the ring of each sequence.
+        tree_mask: int64 [T], where the new tokens of each sequence, at most 64, are a token tree: bit j of a token says
+            that it sees token j of its sequence's new ones.
 
     Returns:
         [T, Hq, Dv], zeros for padding.
@@ -54,13 +56,13 @@ def attend_ragged(
     """
     return torch.ops.hf_efficient.attend_ragged(
         q, k, v, k_cache, v_cache, k_scale, v_scale, query_starts, cache_seqlens, block_table, wrap, softmax_scale,
-        left, softcap, s_aux, k_min, v_min, k_tail, v_tail, quantized_seqlens, ring_rows,
+        left, softcap, s_aux, k_min, v_min, k_tail, v_tail, quantized_seqlens, ring_rows, tree_mask,
     )  # fmt: skip
 
 
 def _describe(
     out, q, k, v, k_cache, v_cache, k_scale, v_scale, starts, seqlens, table, wrap, scale, left, softcap, s_aux, k_min,
-    v_min, k_tail, v_tail, quantized, rows,
+    v_min, k_tail, v_tail, quantized, rows, tree,
 ):  # fmt: skip
     """(the `_RaggedCall`, what must live as long as it), or None where arguments do not belong together. q, k and v are
     contiguous."""
@@ -69,6 +71,8 @@ def _describe(
     if any(x.dtype is not torch.int32 or x.stride(-1) != 1 for x in integers) or len(starts) != len(table) + 1:
         return None
     if not (len(k) == len(v) == tokens and len(seqlens) == len(table)):
+        return None
+    if tree is not None and (tree.dtype is not torch.int64 or tree.shape != (tokens,) or not tree.is_contiguous()):
         return None
     if (k_tail is None) != (rows is None) or (rows is not None and len(rows) != len(table)):
         return None
@@ -91,7 +95,9 @@ def _describe(
     )
     if rows is not None:
         native.ring_rows = rows.data_ptr()
-    alive = alive, starts, seqlens, table, k_tail, v_tail, quantized, rows
+    if tree is not None:
+        native.tree_mask = tree.data_ptr()
+    alive = alive, starts, seqlens, table, k_tail, v_tail, quantized, rows, tree
     return native_cpu._RaggedCall(native, starts.data_ptr(), tokens), alive
 
 
@@ -129,7 +135,7 @@ _LIBRARY.define(
     "attend_ragged(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, "
     "Tensor(d!)? v_scale, Tensor query_starts, Tensor cache_seqlens, Tensor block_table, int wrap, "
     "float? softmax_scale, int left, float softcap, Tensor? s_aux, Tensor? k_min, Tensor? v_min, Tensor(e!)? k_tail, "
-    "Tensor(f!)? v_tail, Tensor? quantized_seqlens, Tensor? ring_rows) -> Tensor",
+    "Tensor(f!)? v_tail, Tensor? quantized_seqlens, Tensor? ring_rows, Tensor? tree_mask) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _LIBRARY.impl("attend_ragged", _cpu, "CPU")

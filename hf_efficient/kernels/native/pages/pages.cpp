@@ -295,6 +295,7 @@ template <class F> static bool for_equal_widths(const RaggedCall &ragged, F body
         part.k = (const char *)all.k + at * all.heads * dim, part.v = (const char *)all.v + at * all.heads * value_dim;
         part.block_table += first * all.table_stride, part.cache_seqlens += first;
         if (part.ring_rows) part.ring_rows += first;
+        if (part.tree_mask) part.tree_mask += ragged.query_starts[first];
         if (!body(part)) return false;
     }
     return true;
