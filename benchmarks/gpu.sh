@@ -38,6 +38,7 @@ ln -s "$root"/hf_efficient/* "$package/hf_efficient/"
 ln -s "$root/integrations" "$package/hf_efficient/integrations"
 export PYTHONPATH=$package:$root/tests${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor
+export FLASH_PAGED_FORWARD=portable  # stage 5 names the other
 
 dry=() jobs=$(nproc) && jobs=$((jobs > 12 ? 12 : jobs)) parts=$jobs
 if [[ -n ${DRY:-} ]]; then

@@ -162,11 +162,11 @@ def _prefill(budget: float, held: tuple[float, float]) -> Case:
 
 
 def _warp_specialised(budget: float, held: float) -> Case:
-    """Of the warps that compute, without a mask: as full attention runs it."""
+    """Of the warps that compute, for a causal mask."""
     return Case(
         "prefill, warp specialised, heads of 128 channels",
-        lambda target: test_flash_paged_aot.compile_hopper("warp_specialized", 128, causal=False),
-        forward_hopper.CONFIGS["warp_specialized"].block_n / 64,
+        lambda target: test_flash_paged_aot.compile_hopper(128),
+        forward_hopper.CONFIG.block_n / 64,
         1,
         "64 keys, of one thread",
         budget,

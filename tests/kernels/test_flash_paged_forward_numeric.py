@@ -1,12 +1,14 @@
 """The prefill kernels against float64 where sequences are longer than a tile of queries and a block of keys: blocks at
 the edges and between them, pages smaller and larger than a block, the order of programs, and the kernels for Hopper."""
 
+import contextlib
+
 import pytest
 import torch
 from paged_caches import assert_agree, cumulative, filled_cache, random
 
 from hf_efficient.kernels import flash_paged as fp
-from hf_efficient.kernels.flash_paged import forward, forward_launch, tiles
+from hf_efficient.kernels.flash_paged import forward, forward_choice, forward_launch, tiles
 
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
@@ -158,26 +160,24 @@ def hopper_or_skip(device):
         pytest.skip("the device is not of compute capability 9")
 
 
-@pytest.mark.parametrize("variant", ["tma", "warp_specialized"])
 @pytest.mark.parametrize(
     "queries, keys, dim, causal, dtype",
     [
-        (200, 200, 64, True, torch.float16),
-        (130, 256, 64, False, torch.float16),  # whole blocks of keys: no masks
-        (140, 70, 64, True, torch.float16),
-        (20, 150, 128, False, torch.bfloat16),
+        (200, 330, 64, True, torch.float16),
+        (130, 256, 64, False, torch.float16),  # whole blocks of keys: none at the edge
+        (140, 70, 64, True, torch.float16),  # none but at the edge, and queries that see no key
+        (70, 150, 128, False, torch.bfloat16),
     ],
 )
-def test_hopper(kernel_device, queries, keys, dim, causal, dtype, variant):
+def test_hopper(kernel_device, queries, keys, dim, causal, dtype):
     hopper_or_skip(kernel_device)
     made = {"dtype": dtype, "device": kernel_device}
     q, k, v = random(2, queries, 2, dim, **made), random(2, keys, 1, dim, **made), random(2, keys, 1, dim, **made)
     chosen = {"softmax_scale": 0.2, "causal": causal, "return_attn_probs": True}
-    check(launch(q, k, v, queries, causal, variant), fp.flash_attn_func_reference(q.double(), k, v, **chosen))
+    check(launch(q, k, v, queries, causal, "warp_specialized"), fp.flash_attn_func_reference(q.double(), k, v, **chosen))
 
 
-@pytest.mark.parametrize("variant", ["tma", "warp_specialized"])
-def test_hopper_varlen(kernel_device, variant):
+def test_hopper_varlen(kernel_device):
     hopper_or_skip(kernel_device)
     made = {"dtype": torch.float16, "device": kernel_device}
     q = random(sum(LENGTHS_Q), 1, 64, **made)
@@ -186,7 +186,7 @@ def test_hopper_varlen(kernel_device, variant):
     starts = {name: cumulative(held, kernel_device) for name, held in lengths.items()}
     chosen = {"softmax_scale": 0.2, "causal": True, "return_attn_probs": True}
     expected = fp.flash_attn_varlen_func_reference(q.double(), k, v, *starts.values(), 150, 256, **chosen)
-    check(launch(q, k, v, 150, True, variant, **starts), expected)
+    check(launch(q, k, v, 150, True, "warp_specialized", **starts), expected)
 
 
 def test_hopper_says_what_it_cannot(kernel_device):
@@ -197,17 +197,54 @@ def test_hopper_says_what_it_cannot(kernel_device):
         ("head dim", [q[..., :32]] * 3, {}),
         ("16 bytes", [q.new_zeros(1, 128, 2, 68)[..., 4:]] * 3, {}),
         ("window", [q] * 3, {"window": (5, 0)}),
+        ("64 queries", [q[:, :64], q, q], {}),
         ("portable", [q] * 3, {"softcap": 1.0}),
         ("portable", [q] * 3, {"alibi_slopes": torch.ones(2, device=kernel_device)}),
     ):
         with pytest.raises(ValueError, match=message):
-            launch(*tensors, 128, True, "tma", **others)
+            launch(*tensors, tensors[0].shape[1], True, "warp_specialized", **others)
     with pytest.raises(ValueError, match="allowed are"):
         launch(q, q, q, 128, True, "cutlass")
 
 
+@pytest.mark.parametrize(
+    "times, wrong, chosen",
+    [((2.0, 1.0), False, "warp_specialized"), ((1.0, 2.0), False, "portable"), ((2.0, 1.0), True, "portable")],
+)
+def test_hopper_takes_the_faster_variant(kernel_device, monkeypatch, times, wrong, chosen):
+    """Once for each kind of call, by time; and the portable one where the other computes something else."""
+    hopper_or_skip(kernel_device)
+    q = random(1, 140, 2, 64, dtype=torch.float16, device=kernel_device)
+    options, left = {"causal": True, "return_attn_probs": True}, list(times)
+
+    def seconds(run):
+        run()
+        return left.pop(0)
+
+    def attend_hopper(q, k, v, out, *others, attend=forward.forward_hopper.attend_hopper, **options):
+        attend(q, k, v, out, *others, **options)
+        launched.append("warp_specialized")
+        out.add_(float(wrong))
+
+    launched = []
+    monkeypatch.setattr(forward, "gpu_kind", lambda device: "sm_90")
+    monkeypatch.setattr(forward.forward_hopper, "attend_hopper", attend_hopper)
+    for name, value in (("seconds", seconds), ("_chosen", {}), ("NAMED", None)):
+        monkeypatch.setattr(forward_choice, name, value)
+    expected = fp.flash_attn_func_reference(q.double(), q, q, **options)
+    check(fp.flash_attn_func(q, q, q, **options), expected)
+    assert not launched, "too small to be timed"
+    monkeypatch.setattr(forward_choice, "LEAST_OPERATIONS", 0.0)
+    with pytest.warns(UserWarning, match="differ") if wrong else contextlib.nullcontext():
+        check(fp.flash_attn_func(q, q, q, **options), expected)
+    assert list(forward_choice._chosen.values()) == [chosen] and not left
+    launched.clear()
+    check(fp.flash_attn_func(q, q, q, **options), expected)
+    assert launched == [chosen] * (chosen == "warp_specialized")
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", ["portable", "tma", "warp_specialized"])
+@pytest.mark.parametrize("variant", ["portable", "warp_specialized"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_native_sizes(kernel_device, dim, causal, variant):

@@ -66,9 +66,6 @@ _FORWARD = {
         (256, 4): Config(16, 16, 4, 2),
     },
 }
-# kind of GPU -> what forward.attend runs where it can: "portable", or the "tma" or "warp_specialized" kernel of
-# forward_hopper.py. No GPU could measure those here, so nothing chooses them yet; benchmarks name them.
-FORWARD_VARIANT = {"sm_80": "portable", "sm_90": "portable", "sm_100": "portable", "amd": "portable"}
 # backend -> (largest head dim, bits of a number) -> configurations, by rows of the tile. Small enough for the 99 KiB of
 # sm_86 and sm_89. With 128 registers, for four programs a multiprocessor, addresses for the end of a lane spill, and
 # with pages of 16 one in seventy instructions of the loop.

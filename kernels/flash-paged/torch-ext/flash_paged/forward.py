@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .config import FORWARD_VARIANT, forward_config, gpu_kind, launch_device
-from .forward_hopper import VARIANTS, attend_hopper, obstacle
+from . import forward_choice, forward_hopper
+from .config import forward_config, gpu_kind, launch_device
+from .forward_choice import VARIANTS
 from .forward_launch import MANY_EMPTY, lse_strides, packed_tiles, pairs_a_section, token_strides
 from .tiles import (
     cap_scores,
@@ -85,11 +86,12 @@ def forward_kernel(
     seqlen_q, seqlen_k, appended, heads, tiles, pairs, section, scale, cap, left, right,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, SEARCH: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, SEARCH: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Query lengths: cu_seqlens_q or seqlen_q. Key lengths: cache_seqlens plus `appended`, cu_seqlens_k or seqlen_k;
     with pages seqlen_k is what a row of the block table holds. Absent pointers are None. SEARCH: programs are `heads`
-    times the tiles that all packed sequences can have, and each finds its own (`packed_tile`)."""
+    times the tiles that all packed sequences can have, and each finds its own (`packed_tile`). EDGE: where it is not 0,
+    blocks of so many keys that all queries of a tile see are left to `hopper_kernel`."""
     if SEARCH:
         head = tl.program_id(0) % heads
         sequence, tile = packed_tile(tl.program_id(0) // heads, cu_seqlens_q, pairs // heads, BLOCK_M)
@@ -151,6 +153,9 @@ def forward_kernel(
         high = tl.minimum(position + right + 1, length)
         end = tl.minimum(tl.minimum(first_m + BLOCK_M, seqlen_q) + shift + right, length)
         outer = tl.minimum(tl.maximum(first_m + shift + right + 1, 0), length)
+    if EDGE:
+        begin = outer // EDGE * EDGE
+        inner = begin
     outer = tl.maximum(outer // BLOCK_N * BLOCK_N, begin)
     inner = tl.minimum(inner, outer)
 
@@ -201,33 +206,21 @@ def attend(
     q is [B, Sq, Hq, D], or [Tq, Hq, D] with cu_seqlens_q. k and v are [B, Sk, Hk, D], [Tk, Hk, D] with cu_seqlens_k, or
     pages with block_table. window -1 is no limit. alibi_slopes is float32 [Hq] or [B, Hq]. softmax_lse is float32 [B,
     Hq, Sq], or [Hq, Tq] with cu_seqlens_q: natural logarithm, sinks included, -inf for a query that sees nothing.
-    variant: "portable" (`forward_kernel`), "tma" or "warp_specialized" (forward_hopper.py; ValueError where it cannot).
-    None takes what config.py chooses, and the portable kernel where that cannot.
+    variant: "portable" (`forward_kernel`) or "warp_specialized" (forward_hopper.py; ValueError where it cannot). None
+    takes what forward_choice.py chooses where both can, else the portable kernel.
     """
-    if variant not in (None, "portable", *VARIANTS):
-        raise ValueError(f"variant is {variant!r}: allowed are 'portable', {VARIANTS} or None")
+    for name, given in (("variant", variant), ("FLASH_PAGED_FORWARD", forward_choice.NAMED)):
+        if given not in (None, *VARIANTS):
+            raise ValueError(f"{name} is {given!r}: allowed are {VARIANTS} or None")
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
     heads, kv_heads, head_dim, value_dim = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    lse = None
-    if return_lse:
-        shape = (heads, q.shape[0]) if q.dim() == 3 else (batch, heads, q.shape[1])
-        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    lse_shape = (heads, q.shape[0]) if q.dim() == 3 else (batch, heads, q.shape[1])
+    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device) if return_lse else None
     if out.numel() == 0 or batch == 0 or max_seqlen_q == 0:
         return out, lse
     paged = block_table is not None
     kind = gpu_kind(q.device)
-    chosen = variant or FORWARD_VARIANT[kind]
-    if chosen != "portable":
-        plain = not softcap and s_aux is None and alibi_slopes is None and cache_seqlens is None and not paged
-        reason = obstacle(q, k, v, window, plain)
-        if reason is None:
-            lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-            options = {"variant": chosen, "softmax_scale": softmax_scale, "causal": window[1] == 0}
-            attend_hopper(q, k, v, out, lse, max_seqlen_q, **options, **lengths)
-            return out, lse
-        if variant is not None:
-            raise ValueError(f"variant {variant!r} cannot compute this: {reason}")
     keys = block_table.shape[1] * k.shape[1] if paged else k.shape[-3]
     page_size = k.shape[1] if paged else 0
     config = forward_config(q.dtype, max(head_dim, value_dim), max_seqlen_q, page_size, kind)
@@ -237,18 +230,40 @@ def attend(
     scale, cap = score_scales(softmax_scale, softcap)
     block_d, rest_d = split_dim(head_dim)
     block_dv, rest_dv = split_dim(value_dim)
-    with launch_device(q):
-        forward_kernel[((at_most if is_mixed else tiles * batch) * heads,)](
-            q, k, v, out, lse, s_aux, alibi_slopes, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table,
-            *token_strides(q), *token_strides(k), *token_strides(v), *token_strides(out),
-            block_table.stride(0) if paged else 0, *lse_strides(lse),
-            alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
-            max_seqlen_q, keys, appended, heads, tiles, batch * heads,
-            pairs_a_section(q, k, v, batch, keys) if window[1] >= 0 else 1, scale, cap, *window,
-            GROUP=heads // kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n, BLOCK_D=block_d, REST_D=rest_d, BLOCK_DV=block_dv, REST_DV=rest_dv,
-            PAGE_SIZE=page_size, HAS_LEFT=window[0] >= 0, HAS_RIGHT=window[1] >= 0, SOFTCAP=softcap > 0,
-            SEARCH=is_mixed,
-            num_warps=config.num_warps, num_stages=config.num_stages,
-        )  # fmt: skip
+
+    def launch(lse: torch.Tensor | None, edge: int) -> None:
+        with launch_device(q):
+            forward_kernel[((at_most if is_mixed else tiles * batch) * heads,)](
+                q, k, v, out, lse, s_aux, alibi_slopes, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table,
+                *token_strides(q), *token_strides(k), *token_strides(v), *token_strides(out),
+                block_table.stride(0) if paged else 0, *lse_strides(lse),
+                alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
+                max_seqlen_q, keys, appended, heads, tiles, batch * heads,
+                pairs_a_section(q, k, v, batch, keys) if window[1] >= 0 else 1, scale, cap, *window,
+                GROUP=heads // kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=config.block_m,
+                BLOCK_N=config.block_n, BLOCK_D=block_d, REST_D=rest_d, BLOCK_DV=block_dv, REST_DV=rest_dv,
+                PAGE_SIZE=page_size, HAS_LEFT=window[0] >= 0, HAS_RIGHT=window[1] >= 0, SOFTCAP=softcap > 0,
+                SEARCH=is_mixed, EDGE=edge, num_warps=config.num_warps, num_stages=config.num_stages,
+            )  # fmt: skip
+
+    def run(chosen: str) -> None:
+        if chosen == "portable":
+            return launch(lse, 0)
+        sums = torch.empty(lse_shape, dtype=torch.float32, device=q.device) if lse is None else lse
+        launch(sums, forward_hopper.CONFIG.block_n)
+        lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        options = {"softmax_scale": softmax_scale, "causal": window[1] == 0}
+        forward_hopper.attend_hopper(q, k, v, out, sums, max_seqlen_q, **options, **lengths)
+
+    chosen = variant or "portable"
+    if variant == "warp_specialized" or (variant is None and kind == "sm_90"):
+        plain = not (softcap or paged or is_mixed) and s_aux is None and alibi_slopes is None and cache_seqlens is None
+        reason = forward_hopper.obstacle(q, k, v, max_seqlen_q, window, plain)
+        if variant is not None and reason is not None:
+            raise ValueError(f"variant {variant!r} cannot compute this: {reason}")
+        if variant is None and reason is None:
+            operations = 4.0 * q.shape[:-1].numel() * head_dim * keys / (1 if cu_seqlens_k is None else batch)
+            call = (q.device, q.dtype, head_dim, window[1] == 0, cu_seqlens_q is not None)
+            chosen = forward_choice.NAMED or forward_choice.choose(call, operations, out, run)
+    run(chosen)
     return out, lse
