@@ -70,16 +70,14 @@ def build(target, name, dim, page_size, value_dim=None, rows=4, dtype="bf16", op
     )
 
 
-def check(compiled, of_codes=False):
-    """Addresses for the end of a lane may spill, and a fiftieth of the loop over pages; of_codes: a twentieth, and the
-    loop over the ring (two tiles a sequence at most)."""
+def check(compiled):
+    """Only addresses for the end of a lane may spill: nothing in a loop over keys."""
     if compiled.target == "gfx942":
         # Scalar registers are spilled into lanes of vector registers (many strides), which costs no memory traffic.
         memory = (".vgpr_spill_count", ".private_segment_fixed_size")
         assert all(re.findall(rf"{re.escape(key)}:\s*(\d+)", compiled.asm["amdgcn"]) == ["0"] for key in memory)
     else:
-        loop = max(sass.loops(compiled.machine_code), key=lambda names: sass.count(names, "HMMA"))
-        assert sass.count(loop, "LDL", "STL") <= (0.06 if of_codes else 0.02) * len(loop), compiled
+        assert not any(sass.count(loop, "LDL", "STL") for loop in sass.loops(compiled.machine_code)), compiled
     assert compiled.shared <= SHARED[compiled.target] * 1024, compiled
 
 
@@ -102,7 +100,7 @@ def check(compiled, of_codes=False):
 )
 def test_decode(target, name, dim, page_size, rest):
     compiled = build(target, name, dim, page_size, **rest)
-    check(compiled, of_codes=name is not None)
+    check(compiled)
     # 16 rows are too few for the matrix instructions of warp groups: mma.sync on every NVIDIA GPU
     assert compiled.count("v_mfma" if target == "gfx942" else "HMMA") > 0
     if target != "gfx942":

@@ -67,12 +67,12 @@ _FORWARD = {
     },
 }
 # backend -> (largest head dim, bits of a number) -> configurations, by rows of the tile. Small enough for the 99 KiB of
-# sm_86 and sm_89. With 128 registers, for four programs a multiprocessor, addresses for the end of a lane spill, and
-# with pages of 16 one in seventy instructions of the loop.
+# sm_86 and sm_89. Two warps of 255 registers, and four programs a multiprocessor: nothing spills in the loop, and fewer
+# warps repeat what surrounds it. Addresses for the end of a lane spill.
 _DECODE = {
     "nvidia": {
         (64, 16): (Config(16, 64, 4, 3), Config(64, 64, 4, 3)),
-        (128, 16): (Config(16, 64, 4, 2, 128), Config(64, 64, 8, 3)),
+        (128, 16): (Config(16, 64, 2, 2, 255), Config(64, 64, 8, 3)),
         (192, 16): (Config(16, 64, 4, 2), Config(32, 32, 8, 2)),
         (256, 16): (Config(16, 32, 4, 2), Config(32, 32, 8, 2)),
         (64, 32): (Config(16, 32, 4, 2), Config(32, 32, 4, 2)),
@@ -172,7 +172,7 @@ def codes_config(head_dim: int, rows: int, tokens: int, backend: str | None = No
         return CodesConfig(8)
     if rows > 8:
         return CodesConfig(16)
-    return CodesConfig(8, 2, 32, 200) if tokens and tokens % 32 == 0 else CodesConfig(8, 2, 16, 168)
+    return CodesConfig(8, 2, 32, 255) if tokens and tokens % 32 == 0 else CodesConfig(8, 2, 16, 168)
 
 
 def processors(device: torch.device) -> int:

@@ -337,15 +337,18 @@ def decode_codes_kernel(
         value_factor = factor_of(value_row, VALUE_BYTES, BITS, IS_FLOAT, DTYPE)[None, :, None]
         if CHANNEL_GROUPS == 1:
             acc = (acc - OFFSET * tl.sum(weights, 1)[:, None, :]) * value_factor + tl.sum(minimums, 1)[:, None, :]
+        sums = tl.sum(total, 1)
 
         if GROUPED:
+            RING_N: tl.constexpr = 16 * WARPS  # numbers, not codes: registers hold those of 16 keys a warp
+            ring_key = tl.arange(0, 16)[None, :] + tl.arange(0, WARPS)[:, None] * 16
             natural = tl.arange(0, BLOCK_D)
             query_rows = q + sequence * stride_qb + query_index.to(tl.int64) * stride_qt + head * stride_qh
             copies = tl.zeros([WARPS, 1, 1], tl.int32)  # every warp has all queries
             there = valid[None, None, :] & (natural < HEAD_DIM)[None, :, None]
             query = tl.load(query_rows[None, None, :] + natural[None, :, None] + copies, mask=there, other=0.0)
-            for start in tl.range(tl.maximum(first_key, end // BLOCK_N * BLOCK_N), last_key, BLOCK_N, num_stages=1):
-                number = start + warp_key + own_key
+            for start in tl.range(tl.maximum(first_key, end // BLOCK_N * BLOCK_N), last_key, RING_N, num_stages=1):
+                number = start + ring_key
                 present = (number >= end) & (number < length)
                 at = k_tail + sequence * stride_ktb + kv_head * stride_kth + number % RING * stride_ktt
                 inside = present[:, :, None] & (natural < HEAD_DIM)[None, None, :]
@@ -355,7 +358,7 @@ def decode_codes_kernel(
                     left, right, 1.0, cap, HAS_LEFT, HAS_RIGHT, TREE, SOFTCAP, slopes is not None,
                 )  # fmt: skip
                 p, shrink, maximum = warp_weights(s, maximum)
-                total = total * shrink + p
+                sums = sums * tl.reshape(shrink, (WARPS, BLOCK_M)) + tl.sum(p, 1)
                 at = v_tail + sequence * stride_vtb + kv_head * stride_vth + number % RING * stride_vtt
                 inside = present[:, None, :] & (value_channel < VALUE_DIM)[None, :, None]
                 value = tl.load(at[:, None, :] + value_channel[None, :, None], mask=inside, other=0.0)
@@ -365,7 +368,7 @@ def decode_codes_kernel(
         factor = tl.exp2(maximum - tl.where(highest == float("-inf"), 0.0, highest)[None, :])
         finish_lane(
             out, lse, sinks, partial, statistics, arrivals, tl.trans(tl.sum(acc * factor[:, None, :], 0)),
-            tl.sum(tl.sum(total, 1) * factor, 0), highest, None, 0, sequence, kv_head, tile, lane_start, lane_tiles,
+            tl.sum(sums * factor, 0), highest, None, 0, sequence, kv_head, tile, lane_start, lane_tiles,
             first, last, share, seqlen_q, kv_heads, value_channel, GROUP, VALUE_DIM, ROWS, STEP,
         )  # fmt: skip
         sequence_start += tl.where(lane % lanes == lanes - 1, lanes * lane_tiles, 0)
