@@ -8,7 +8,7 @@ import torch
 from paged_caches import assert_agree, cumulative, filled_cache, random
 
 from hf_efficient.kernels import flash_paged as fp
-from hf_efficient.kernels.flash_paged import forward, forward_choice, forward_launch, tiles
+from hf_efficient.kernels.flash_paged import forward, forward_choice, forward_launch, interface, tiles
 
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
@@ -133,6 +133,26 @@ def test_programs_of_a_mixed_batch_search_their_tile(kernel_device, monkeypatch,
     needed = sum(-(-length // block) for length in lengths)
     ((programs, options),) = grids
     assert options["SEARCH"] and 4 * needed <= programs < 4 * len(lengths) * -(-max(lengths) // block) / 2
+
+
+@pytest.mark.parametrize("name", ["causal", "everything"])
+def test_few_queries_beside_a_prompt_are_decoded(kernel_device, monkeypatch, name):
+    """Over pages: heads that share keys compute short sequences together, their keys are split; the prompt's tiles are
+    computed by themselves."""
+    grids, seen = [], []
+    monkeypatch.setattr(forward, "forward_kernel", Noted(forward.forward_kernel, grids))
+    decode = interface.attend_few
+    monkeypatch.setattr(interface, "attend_few", lambda *a, **b: seen.append(b["max_seqlen_q"]) or decode(*a, **b))
+    queries, keys = (1, 300, 0, 4, *[1] * 7, 5), (140, 310, 7, 4, *range(1, 8), 33)
+    (k, v, table), _ = filled_cache("full", keys, 16, 2, 16, 32, kernel_device)
+    q = random(sum(queries) + 2, 8, 16, dtype=torch.float16, device=kernel_device)  # two tokens of nobody
+    lengths = cumulative(queries, kernel_device), cumulative(keys, kernel_device), 300, 310
+    chosen = {**options(name, 8, len(keys), kernel_device), "block_table": table, "return_attn_probs": True}
+    expected = fp.flash_attn_varlen_func_reference(q.double(), k, v, *lengths, **chosen)
+    found, real = fp.flash_attn_varlen_func(q, k, v, *lengths, **chosen), sum(queries)
+    check((found[0][:real], found[1][:, :real], None), (expected[0][:real], expected[1][:, :real], None))
+    ((programs, constants),) = grids
+    assert seen == [4] and constants["SEARCH"] and programs < 8 * len(queries) * 3
 
 
 class Noted:

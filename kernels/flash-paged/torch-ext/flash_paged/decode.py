@@ -18,7 +18,7 @@ from .decode_codes import decode_codes_kernel
 from .decode_combine import arrival_counters, finish_lane
 from .decode_schedule import MIN_KEYS, program_share, sequence_tiles
 from .decode_scores import find_pages, locate, query_positions, visible_scores
-from .forward_launch import token_strides
+from .forward_launch import most_are_empty, token_strides
 from .kv_formats import QuantizedKV
 from .tiles import INTERPRETED, dot, load_rows, score_scales, softmax_weights
 
@@ -121,6 +121,13 @@ def is_decode(queries: int, group: int) -> bool:
 def is_packed_decode(queries: int, group: int) -> bool:
     """The same of packed sequences of at most so many queries: one tile has them, however few a sequence has."""
     return is_decode(queries, group) and queries * group <= 64
+
+
+def few_beside_many(tokens: int, batch: int, max_seqlen_q: int, group: int) -> int:
+    """Up to how many queries packed sequences are computed by `attend_few` beside longer ones: 0 where most are long,
+    else as many as make a small tile."""
+    tiles = triton.cdiv(max_seqlen_q, 128)
+    return max(1, 16 // group) if group <= 64 and most_are_empty(tokens, batch, tiles, 128) else 0
 
 
 def parts_at_once(rows: int, columns: int) -> int:

@@ -7,8 +7,6 @@ Head dims that are no power of two are computed in two parts (96 = 64 + 32, see 
 multiply few zeros.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +14,7 @@ import triton.language as tl
 from . import forward_choice, forward_hopper
 from .config import forward_config, gpu_kind, launch_device
 from .forward_choice import VARIANTS
-from .forward_launch import MANY_EMPTY, lse_strides, packed_tiles, pairs_a_section, token_strides
+from .forward_launch import lse_strides, most_are_empty, packed_tiles, pairs_a_section, token_strides
 from .tiles import (
     cap_scores,
     dot,
@@ -77,24 +75,27 @@ def _store_rows(rows, tile, present, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr)
 
 
 @triton.jit(
-    do_not_specialize=["seqlen_q", "seqlen_k", "appended", "left", "right", "tiles", "heads", "pairs", "section"]
+    do_not_specialize=[
+        "seqlen_q", "seqlen_k", "appended", "left", "right", "tiles", "heads", "pairs", "section", "fewest"
+    ]  # fmt: skip
 )
 def forward_kernel(
     q, k, v, out, lse, sinks, slopes, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_ob,
     stride_ot, stride_oh, stride_table, stride_lb, stride_lh, stride_slopes,
-    seqlen_q, seqlen_k, appended, heads, tiles, pairs, section, scale, cap, left, right,
+    seqlen_q, seqlen_k, appended, heads, tiles, pairs, section, fewest, scale, cap, left, right,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, SEARCH: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Query lengths: cu_seqlens_q or seqlen_q. Key lengths: cache_seqlens plus `appended`, cu_seqlens_k or seqlen_k;
     with pages seqlen_k is what a row of the block table holds. Absent pointers are None. SEARCH: programs are `heads`
-    times the tiles that all packed sequences can have, and each finds its own (`packed_tile`). EDGE: where it is not 0,
-    blocks of so many keys that all queries of a tile see are left to `hopper_kernel`."""
+    times the tiles that all packed sequences can have, and each finds its own (`packed_tile`) among those of at least
+    `fewest` queries. EDGE: where it is not 0, blocks of so many keys that all queries of a tile see are left to
+    `hopper_kernel`."""
     if SEARCH:
         head = tl.program_id(0) % heads
-        sequence, tile = packed_tile(tl.program_id(0) // heads, cu_seqlens_q, pairs // heads, BLOCK_M)
+        sequence, tile = packed_tile(tl.program_id(0) // heads, cu_seqlens_q, pairs // heads, fewest, BLOCK_M)
     else:
         tile, pair = program_tile(tl.program_id(0), tiles, pairs, section)
         head = pair % heads
@@ -199,7 +200,8 @@ def attend(
     window: tuple[int, int], softcap: float, s_aux: torch.Tensor | None, alibi_slopes: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None,
     cache_seqlens: torch.Tensor | None = None, appended: int = 0, block_table: torch.Tensor | None = None,
-    return_lse: bool = False, variant: str | None = None,
+    return_lse: bool = False, variant: str | None = None, fewest: int = 0,
+    into: tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Launches a forward kernel on checked arguments. Returns (out, softmax_lse or None).
 
@@ -207,7 +209,8 @@ def attend(
     pages with block_table. window -1 is no limit. alibi_slopes is float32 [Hq] or [B, Hq]. softmax_lse is float32 [B,
     Hq, Sq], or [Hq, Tq] with cu_seqlens_q: natural logarithm, sinks included, -inf for a query that sees nothing.
     variant: "portable" (`forward_kernel`) or "warp_specialized" (forward_hopper.py; ValueError where it cannot). None
-    takes what forward_choice.py chooses where both can, else the portable kernel.
+    takes what forward_choice.py chooses where both can, else the portable kernel. fewest: with more than 0 packed
+    sequences of fewer queries keep the results that `into` holds.
     """
     for name, given in (("variant", variant), ("FLASH_PAGED_FORWARD", forward_choice.NAMED)):
         if given not in (None, *VARIANTS):
@@ -217,6 +220,8 @@ def attend(
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     lse_shape = (heads, q.shape[0]) if q.dim() == 3 else (batch, heads, q.shape[1])
     lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device) if return_lse else None
+    if into is not None:
+        out, lse = into
     if out.numel() == 0 or batch == 0 or max_seqlen_q == 0:
         return out, lse
     paged = block_table is not None
@@ -225,21 +230,21 @@ def attend(
     page_size = k.shape[1] if paged else 0
     config = forward_config(q.dtype, max(head_dim, value_dim), max_seqlen_q, page_size, kind)
     tiles = triton.cdiv(max_seqlen_q, config.block_m)
-    at_most = math.inf if cu_seqlens_q is None else packed_tiles(q.shape[0], batch, config.block_m)
-    is_mixed = batch * tiles >= MANY_EMPTY * at_most
+    is_mixed = fewest > 0 or (cu_seqlens_q is not None and most_are_empty(q.shape[0], batch, tiles, config.block_m))
+    programs = packed_tiles(q.shape[0], batch, config.block_m) if is_mixed else tiles * batch
     scale, cap = score_scales(softmax_scale, softcap)
     block_d, rest_d = split_dim(head_dim)
     block_dv, rest_dv = split_dim(value_dim)
 
     def launch(lse: torch.Tensor | None, edge: int) -> None:
         with launch_device(q):
-            forward_kernel[((at_most if is_mixed else tiles * batch) * heads,)](
+            forward_kernel[(programs * heads,)](
                 q, k, v, out, lse, s_aux, alibi_slopes, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table,
                 *token_strides(q), *token_strides(k), *token_strides(v), *token_strides(out),
                 block_table.stride(0) if paged else 0, *lse_strides(lse),
                 alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
                 max_seqlen_q, keys, appended, heads, tiles, batch * heads,
-                pairs_a_section(q, k, v, batch, keys) if window[1] >= 0 else 1, scale, cap, *window,
+                pairs_a_section(q, k, v, batch, keys) if window[1] >= 0 else 1, fewest, scale, cap, *window,
                 GROUP=heads // kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=config.block_m,
                 BLOCK_N=config.block_n, BLOCK_D=block_d, REST_D=rest_d, BLOCK_DV=block_dv, REST_DV=rest_dv,
                 PAGE_SIZE=page_size, HAS_LEFT=window[0] >= 0, HAS_RIGHT=window[1] >= 0, SOFTCAP=softcap > 0,

@@ -18,6 +18,11 @@ def packed_tiles(tokens: int, batch: int, block_m: int) -> int:
     return tokens // block_m + min(tokens, batch)
 
 
+def most_are_empty(tokens: int, batch: int, tiles: int, block_m: int) -> bool:
+    """Whether packed sequences of at most `tiles` tiles leave so many programs without one."""
+    return batch * tiles >= MANY_EMPTY * packed_tiles(tokens, batch, block_m)
+
+
 def token_strides(x: torch.Tensor) -> tuple[int, int, int]:
     """(sequence, token, head) of x [B, S, H, D], or of x [T, H, D], whose sequences lie one after the other."""
     return (0, *x.stride()[:2]) if x.dim() == 3 else x.stride()[:3]

@@ -35,7 +35,7 @@ from .checks import (
     check_tree,
 )
 from .debug_checks import check_cumulative, check_lengths, check_numbers, check_ring
-from .decode import attend_few, is_decode, is_packed_decode
+from .decode import attend_few, few_beside_many, is_decode, is_packed_decode
 from .forward import attend
 from .kv_formats import QuantizedKV
 from .rotary import check_rotary, rotate_and_write
@@ -111,8 +111,16 @@ def flash_attn_varlen_func(
         lengths = {"cache_seqlens": cu_seqlens_k.diff(), "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
         out, lse = attend_few(q, k, v, block_table=block_table, **lengths, **options)
     else:
+        few, short = 0, None
+        if block_table is not None:
+            few = few_beside_many(q.shape[0], batch, max_seqlen_q, q.shape[1] // k.shape[2])
+        if few:  # its zeros for the long ones are written over
+            seen = torch.where(cu_seqlens_q.diff() <= few, cu_seqlens_k.diff(), 0)
+            lengths = {"cache_seqlens": seen, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": few}
+            short = attend_few(q, k, v, block_table=block_table, **lengths, **options)
         lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        out, lse = attend(q, k, v, max_seqlen_q, block_table=block_table, **lengths, **options)
+        beside = {"fewest": few + 1 if few else 0, "into": short}
+        out, lse = attend(q, k, v, max_seqlen_q, block_table=block_table, **lengths, **beside, **options)
     return (out, lse, None) if return_attn_probs else out
 
 

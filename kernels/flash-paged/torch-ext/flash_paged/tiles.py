@@ -33,10 +33,10 @@ def split_dim(dim: int) -> tuple[int, int]:
 
 
 @triton.jit
-def packed_tile(index, cu_seqlens_q, batch, BLOCK_M: tl.constexpr):
+def packed_tile(index, cu_seqlens_q, batch, fewest, BLOCK_M: tl.constexpr):
     """The sequence, and the tile of BLOCK_M queries in it, that stand at place `index` among the tiles of all packed
-    sequences. The last tile of a sequence comes first: under a causal mask it has most keys. Behind all of them, a tile
-    that no sequence has.
+    sequences of at least `fewest` queries. The last tile of a sequence comes first: under a causal mask it has most
+    keys. Behind all of them, a tile that no sequence has.
     """
     BLOCK_B: tl.constexpr = 128
     sequence = 0
@@ -47,7 +47,7 @@ def packed_tile(index, cu_seqlens_q, batch, BLOCK_M: tl.constexpr):
         inside = number < batch
         first = tl.load(cu_seqlens_q + number, mask=inside, other=0)
         end = tl.load(cu_seqlens_q + number + 1, mask=inside, other=0)
-        tiles = tl.where(inside, (end - first + BLOCK_M - 1) // BLOCK_M, 0)
+        tiles = tl.where(inside & (end - first >= fewest), (end - first + BLOCK_M - 1) // BLOCK_M, 0)
         ends = total + tl.cumsum(tiles, 0)
         passed = inside & (ends <= index)
         sequence += tl.sum(passed.to(tl.int32), 0)
