@@ -31,7 +31,9 @@ def build(kernel, constexprs, pointers, target, tile, unaligned=UNALIGNED, regis
     )
 
 
-def compile_forward(target, dim, value_dim=None, dtype="bf16", page_size=0, queries=999, options=False, packed=False, edge=0):
+def compile_forward(
+    target, dim, value_dim=None, dtype="bf16", page_size=0, queries=999, options=False, packed=False, edge=0
+):
     """`forward_kernel` as launched: causal, or with every option; on dense or packed keys (page_size 0) or pages; edge:
     as beside `hopper_kernel`."""
     value_dim = value_dim or dim
@@ -43,7 +45,14 @@ def compile_forward(target, dim, value_dim=None, dtype="bf16", page_size=0, quer
     pointers["cache_seqlens"] = "*i32" if page_size and not packed else None
     pointers["cu_seqlens_q"] = pointers["cu_seqlens_k"] = "*i32" if packed else None
     constexprs = {"GROUP": 4, "HEAD_DIM": dim, "VALUE_DIM": value_dim, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-    constexprs |= {"SEARCH": packed and not edge, "EDGE": edge, "PAGE_SIZE": page_size, "HAS_LEFT": options, "HAS_RIGHT": True, "SOFTCAP": options}
+    constexprs |= {
+        "SEARCH": packed and not edge,
+        "EDGE": edge,
+        "PAGE_SIZE": page_size,
+        "HAS_LEFT": options,
+        "HAS_RIGHT": True,
+        "SOFTCAP": options,
+    }
     constexprs["BLOCK_D"], constexprs["REST_D"] = tiles.split_dim(dim)
     constexprs["BLOCK_DV"], constexprs["REST_DV"] = tiles.split_dim(value_dim)
     return build(forward.forward_kernel, constexprs, pointers, target, tile)

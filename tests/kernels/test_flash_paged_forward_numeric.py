@@ -194,7 +194,9 @@ def test_hopper(kernel_device, queries, keys, dim, causal, dtype):
     made = {"dtype": dtype, "device": kernel_device}
     q, k, v = random(2, queries, 2, dim, **made), random(2, keys, 1, dim, **made), random(2, keys, 1, dim, **made)
     chosen = {"softmax_scale": 0.2, "causal": causal, "return_attn_probs": True}
-    check(launch(q, k, v, queries, causal, "warp_specialized"), fp.flash_attn_func_reference(q.double(), k, v, **chosen))
+    check(
+        launch(q, k, v, queries, causal, "warp_specialized"), fp.flash_attn_func_reference(q.double(), k, v, **chosen)
+    )
 
 
 def test_hopper_varlen(kernel_device):

@@ -76,7 +76,16 @@ def _store_rows(rows, tile, present, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr)
 
 @triton.jit(
     do_not_specialize=[
-        "seqlen_q", "seqlen_k", "appended", "left", "right", "tiles", "heads", "pairs", "section", "fewest"
+        "seqlen_q",
+        "seqlen_k",
+        "appended",
+        "left",
+        "right",
+        "tiles",
+        "heads",
+        "pairs",
+        "section",
+        "fewest",
     ]  # fmt: skip
 )
 def forward_kernel(
