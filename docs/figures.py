@@ -255,9 +255,9 @@ def benchmarks_page() -> str:
         "## Recovery", "`recover` against the dense model, on a machine that did other things too:", learning(),
         machine("learning"),
         "## GPU kernels, predicted",
-        "No row here was measured. `benchmarks/gpu_model.py` counts the instructions of each kernel's inner loop in "
-        "its machine code. It predicts times from them, from the bytes read and from launches. A budget is what an "
-        "H200 has time for while it reads memory at full speed.",
+        "Rows that say predicted were not measured. `benchmarks/gpu_model.py` counts the instructions of each kernel's "
+        "inner loop in its machine code. It predicts times from them, from the bytes read and from launches. A budget "
+        "is what an H200 has time for while it reads memory at full speed.",
         (RESULTS / "gpu_model.md").read_text().strip(),
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"

@@ -98,7 +98,7 @@ def test_stages_say_what_they_take(arguments, tmp_path):
 
 @needs_bash
 @pytest.mark.timeout(1800)
-def test_every_stage_runs_through_on_tiny_sizes(tmp_path):
+def test_every_stage_runs_through_on_tiny_sizes(tmp_path, script):
     """Every case of ours is computed, compared with its reference and recorded; goals are named, none is claimed. What
     is left fits into the 8 files that a lent machine gives back."""
     out, cache = tmp_path / "out", tmp_path / "cache"
@@ -106,6 +106,7 @@ def test_every_stage_runs_through_on_tiny_sizes(tmp_path):
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-3000:]
     found = {path.name for path in out.iterdir()}
     assert found == {"gpu.log", "numeric.xml", *(f"{name}.json" for name in CASES_OF_OURS)}
+    kernels = set()
     for name, least in CASES_OF_OURS.items():
         report = json.loads((out / f"{name}.json").read_text())
         ours = [line for line in report["results"] if line["ours"]]
@@ -113,8 +114,42 @@ def test_every_stage_runs_through_on_tiny_sizes(tmp_path):
         assert report["goals"] and all(goal["reached"] is None for goal in report["goals"])
         assert report["environment"]["commit"] and "means" in report["warning"]
         assert any(not line["ours"] for line in report["results"]) or name == "warp_specialised"
+        kernels |= {line["kernel"] for line in report["results"]}
+    named = {wanted["kernel"] for wanted, _ in script("gpu_measured").LINES.values()}
+    assert named <= kernels, "a row of gpu_model.py is beside no case"
     numeric = (out / "numeric.xml").read_text()
     assert 'failures="0"' in numeric and 'errors="0"' in numeric and 'tests="0"' not in numeric
     log = (out / "gpu.log").read_text()
     assert log.count("== stage") == 5 and log.count("compiled in") == 2
     assert "run eagerly" not in log, "a forward of stage 4 was not captured"
+
+
+def test_what_was_measured_stands_beside_what_was_predicted(script, tmp_path):
+    """Of the GPU whose row it is; wrong lines and dry runs count for nothing."""
+    measured, case = script("gpu_measured"), dict(N=28672, K=4096, M=1)
+    lines = [
+        {"kernel": "int4 g64 asymmetric", **case, "us": {"median": 20.0}, "correct": True},
+        {"kernel": "bf16", **case, "us": {"median": 50.0}},
+        {"kernel": "2:4", **case, "us": {"median": 1.0}, "correct": False},
+        {"kernel": "graphs", "weights": "int4", "rows": 1, "tokens_per_second": {"median": 500.0}},
+        {
+            "kernel": "flash_paged prefill",
+            "D": 128,
+            "S": 16384,
+            "causal": False,
+            "of_matmul": 0.6,
+            "us": {"median": 9.0},
+        },
+    ]
+    record = {"environment": {"hardware": {"gpu": "NVIDIA H200"}}, "results": lines}
+    (tmp_path / "linear.json").write_text(json.dumps(record))
+    (tmp_path / "dry.json").write_text(json.dumps({**record, "warning": "tiny sizes"}))
+    found = measured.lines_of(tmp_path)
+    assert len(found) == 4
+    rows = {row: measured.of_row(row, "H200", found) for row in measured.LINES}
+    assert {row: value for row, value in rows.items() if value is not None} == {
+        "W4A16, up to 16 rows": 2.5,
+        "Llama-3.1-8B in int4, one sequence, tokens/s": 500.0,
+        "prefill, heads of 128 channels": 0.6,
+    }
+    assert measured.of_row("W4A16, up to 16 rows", "A100", found) is None
