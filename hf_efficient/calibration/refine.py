@@ -45,6 +45,11 @@ def refine_block(block: Block, targets: list[torch.Tensor], epochs: float | None
         for name, module in block.linears.items()
         if block.schemes[name].refine and is_tuned(block.formats[name])
     }
+    readers: dict[int, TunedWeight] = {}  # of each tensor the first
+    for name, weight in tuned.items():
+        first = readers.setdefault(id(block.statistics[name]), weight)
+        if first is not weight and isinstance(weight, TrellisWeight):
+            weight.share(first)
     experts = {
         name: _tuned_experts(block, name)
         for name in block.experts
