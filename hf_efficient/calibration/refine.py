@@ -47,7 +47,7 @@ def refine_block(block: Block, targets: list[torch.Tensor], epochs: float | None
     }
     readers: dict[int, TunedWeight] = {}  # of each tensor the first
     for name, weight in tuned.items():
-        first = readers.setdefault(id(block.statistics[name]), weight)
+        first = readers.setdefault(id(block.statistics.get(name, weight)), weight)
         if first is not weight and isinstance(weight, TrellisWeight):
             weight.share(first)
     experts = {
