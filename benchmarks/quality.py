@@ -85,12 +85,16 @@ def rows() -> dict[str, dict | None]:
     table["kmeans 4 bits g64 gptq"] = weight_only(4, 64, codebook="kmeans", method="gptq")
     table["kmeans 4 bits channel"] = weight_only(4, -1, codebook="kmeans", method="rtn")
     table["kmeans 3 bits channel"] = weight_only(3, -1, codebook="kmeans", method="rtn")
-    for bits in (4, 3.5, 3, 2.5, 2):
+    for bits in (4, 3.5, 3, 2.5, 2, 1.5):
         trellis = weight_only(bits, -1, codebook="trellis", method="gptq")
         table[f"trellis {bits:g} bits gptq"] = trellis
         table[f"trellis {bits:g} bits gptq refine"] = {**trellis, "refine": True}
         table[f"trellis {bits:g} bits yaqa"] = {**trellis, "method": "yaqa"}
         table[f"trellis {bits:g} bits yaqa refine"] = {**trellis, "method": "yaqa", "refine": True}
+    for bits in (4.33, 3.33, 2.33, 2.03, 1.64):
+        mixed = weight_only(bits, -1, codebook="trellis", method="gptq", mixed_precision=True)
+        table[f"trellis {bits:g} bits mixed gptq"] = mixed
+        table[f"trellis {bits:g} bits mixed gptq refine"] = {**mixed, "refine": True}
     for bits in (4, 3, 2):
         yaqa = weight_only(bits, 64, method="yaqa")
         table |= {f"int{bits} g64 yaqa": yaqa, f"int{bits} g64 yaqa refine": {**yaqa, "refine": True}}

@@ -42,7 +42,9 @@ METHODS = {
     "kmeans_3": dict(_WEIGHT_ONLY, bits=3, group_size=-1, codebook="kmeans"),
     "trellis_2": dict(_WEIGHT_ONLY, bits=2, group_size=-1, codebook="trellis", method="gptq"),
     "trellis_refined_3": dict(_WEIGHT_ONLY, bits=3, group_size=-1, codebook="trellis", method="gptq", refine=True),
-    "trellis_2.5": dict(_WEIGHT_ONLY, bits=2.5, group_size=-1, codebook="trellis", method="gptq", rotate=False),
+    "trellis_2.5": dict(
+        _WEIGHT_ONLY, bits=2.5, group_size=-1, codebook="trellis", method="gptq", rotate=False, mixed_precision=True
+    ),
     "trellis_4": dict(_WEIGHT_ONLY, bits=4, group_size=-1, codebook="trellis"),
     "billm": dict(_WEIGHT_ONLY, bits=2, method="billm"),
     "db_llm_refined": dict(_WEIGHT_ONLY, bits=2, method="db_llm", refine=True),

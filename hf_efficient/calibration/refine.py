@@ -37,7 +37,7 @@ def refine_block(block: Block, targets: list[torch.Tensor], epochs: float | None
 
     Args:
         targets: outputs of the original model after the block, [B, T, H] for each batch.
-        epochs: passes over the batches; by default one, two where a linear has 2 bits.
+        epochs: passes over the batches; by default one, two where a linear has 2 bits or fewer.
         seed: seed of the order of the batches.
     """
     tuned = {
@@ -45,6 +45,11 @@ def refine_block(block: Block, targets: list[torch.Tensor], epochs: float | None
         for name, module in block.linears.items()
         if block.schemes[name].refine and is_tuned(block.formats[name])
     }
+    readers: dict[int, TunedWeight] = {}  # of each tensor the first
+    for name, weight in tuned.items():
+        first = readers.setdefault(id(block.statistics.get(name, weight)), weight)
+        if first is not weight and isinstance(weight, TrellisWeight):
+            weight.share(first)
     experts = {
         name: _tuned_experts(block, name)
         for name in block.experts
@@ -55,7 +60,7 @@ def refine_block(block: Block, targets: list[torch.Tensor], epochs: float | None
         return
     if epochs is None:
         bits = min(inner_format(weight.format).bits for weight in weights)
-        epochs = EPOCHS_AT_2_BITS if bits == 2 else EPOCHS
+        epochs = EPOCHS_AT_2_BITS if bits <= 2 else EPOCHS
     parameters = [group for weight in weights for group in weight.groups()]
     if refine_linears(block, targets, tuned, parameters, epochs, seed, experts):
         block.formats.update({name: weight.format for name, weight in tuned.items()})

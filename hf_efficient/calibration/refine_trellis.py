@@ -18,7 +18,8 @@ RATE = 4e-3  # learning rate of Adam, relative to a factor
 
 class TrellisWeight(TunedWeight):
     """The parameters are the logarithms of the rows' factors, float32 [N, 1], and of the inputs', float32 [K]. The
-    latter become the "input_scale" of a `TransformedFormat`."""
+    latter become the "input_scale" of a `TransformedFormat`. Linears that read one tensor may share them (`share`), so
+    that it is scaled and rotated once."""
 
     FORMATS = (TrellisFormat,)
 
@@ -33,9 +34,16 @@ class TrellisWeight(TunedWeight):
         self.input_scale = tensors["input_scale"].float() if plain.input_scale else self.values.new_ones(columns)
         self.log_rows = torch.zeros_like(self.scale).requires_grad_()
         self.log_inputs = torch.zeros_like(self.input_scale).requires_grad_()
+        self.own = [self.log_rows, self.log_inputs]
 
     def groups(self) -> list[dict]:
-        return [{"params": [self.log_rows, self.log_inputs], "lr": RATE}]
+        return [{"params": self.own, "lr": RATE}]
+
+    def share(self, other: TunedWeight) -> None:
+        """Takes the inputs' factors of `other` for its own, where `other` is such a weight and both begin with the
+        same."""
+        if isinstance(other, TrellisWeight) and torch.equal(self.input_scale, other.input_scale):
+            self.log_inputs, self.own = other.log_inputs, [self.log_rows]
 
     def product(self, x, module):
         """Inputs are rounded behind the factors as they stand."""

@@ -20,9 +20,11 @@ from hf_efficient.calibration.blocks import weight_of
 from hf_efficient.calibration.gradients import check_finite, language_loss_gradients, name_of_expert
 from hf_efficient.experts import expert_weight_names, is_fused_experts
 from hf_efficient.formats import AffineFormat
+from hf_efficient.formats.trellis import TrellisFormat
 from hf_efficient.methods import inner_format
 
 
+WIDTHS = 2, 3, 4, 8  # of grids
 _STEPS = 1 << 16  # largest number of different totals in the dynamic programming
 
 
@@ -38,6 +40,10 @@ class Sensitivity:
     def loss(self, error: torch.Tensor) -> float:
         """The expected rise of the loss in nats a token, for an error [N, K] of the weight."""
         return (0.5 * (self.outputs @ error.float().square() @ self.inputs) / max(self.count, 1) ** 2).item()
+
+    def loss_of_noise(self, squares: torch.Tensor) -> float:
+        """`loss` of an error whose rows have the mean squares [N]."""
+        return (0.5 * (self.outputs @ squares) * self.inputs.sum() / max(self.count, 1) ** 2).item()
 
 
 def sensitivities(
@@ -69,20 +75,22 @@ def choose_bits(
     formats: Mapping[str, object],
     tokens: torch.Tensor,
     blocks: Iterable[nn.Module] = (),
-    widths: Iterable[int] = (2, 3, 4, 8),
+    widths: Iterable[float] | None = None,
     method: str = "mse",
-) -> dict[str, int]:
+) -> dict[str, float]:
     """Name -> bits, of `widths`, of fused experts a list, unless all have the same: together the layers take at most
     the memory that they take in the given formats (full name -> Format with the bits meant on average), scales and zero
     points counted. Layers and experts that no token reached keep their bits, and so do the experts of a format that is
-    no `AffineFormat`.
+    no `AffineFormat`; along a trellis, the next fewer that it has.
+
+    widths: by default `WIDTHS`, and a trellis's own, whose errors are those of normal numbers.
 
     method: data-free, stands in for the one that will be used. model, tokens, blocks and errors: see `sensitivities`.
     """
     modules = {name: model.get_submodule(name) for name in formats}
     chosen = {n: m for n, m in modules.items() if isinstance(m, (nn.Linear, Conv1D)) or _has_own_bits(m, formats[n])}
     found, losses, sizes, budget = sensitivities(model, chosen, tokens, blocks), {}, {}, 0
-    kept = {name: inner_format(format).bits for name, format in formats.items()}
+    kept = {name: _kept(inner_format(format)) for name, format in formats.items()}
     kept = {name: list(bits) if isinstance(bits, tuple) else bits for name, bits in kept.items()}
     for name, module in chosen.items():
         for item, weights in _layers(name, module).items():
@@ -91,9 +99,9 @@ def choose_bits(
             share = 1.0 if len(weights) == 1 else max(found[own].count for own in weights) / tokens.numel()
             budget += sum(_size(formats[name], weight) for weight in weights.values())
             losses[item], sizes[item] = {}, {}
-            for bits in widths:
+            for bits in widths or _widths(formats[name]):
                 format = _with_bits(formats[name], bits)
-                rises = (found[own].loss(_error(weight, format, method)) for own, weight in weights.items())
+                rises = (_rise(found[own], weight, format, method) for own, weight in weights.items())
                 losses[item][bits] = share * sum(rises)
                 sizes[item][bits] = sum(_size(format, weight) for weight in weights.values())
     bits = allocate(losses, sizes, budget)
@@ -104,8 +112,8 @@ def choose_bits(
 
 
 def allocate(
-    losses: Mapping[str, Mapping[int, float]], sizes: Mapping[str, Mapping[int, int]], budget: int
-) -> dict[str, int]:
+    losses: Mapping[str, Mapping[float, float]], sizes: Mapping[str, Mapping[float, int]], budget: int
+) -> dict[str, float]:
     """Layer -> width, of the least sum of `losses` (layer -> width -> loss) among those whose `sizes` (layer -> width
     -> whole number of bits) together do not exceed `budget`; ValueError where even the smallest widths do.
 
@@ -164,10 +172,23 @@ def _layers(name: str, module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def _error(weight: torch.Tensor, format, method: str) -> torch.Tensor:
-    """What rounding changes, float32 [N, K]."""
+def _widths(format) -> tuple[float, ...]:
+    return TrellisFormat.WIDTHS if isinstance(inner_format(format), TrellisFormat) else WIDTHS
+
+
+def _kept(format):
+    if isinstance(format, TrellisFormat):
+        return max((bits for bits in TrellisFormat.WIDTHS if bits <= format.bits), default=TrellisFormat.WIDTHS[0])
+    return format.bits
+
+
+def _rise(sensitivity: Sensitivity, weight: torch.Tensor, format, method: str) -> float:
+    """The expected rise of the loss when `weight` is rounded."""
+    inner = inner_format(format)
+    if isinstance(inner, TrellisFormat):
+        return sensitivity.loss_of_noise(inner.expected_error * weight.float().square().mean(1))
     tensors = methods.quantize(weight, format, method)
-    return weight - format.dequantize(tensors, weight.shape[1], torch.float32)
+    return sensitivity.loss(weight - format.dequantize(tensors, weight.shape[1], torch.float32))
 
 
 def _empty(weight: torch.Tensor) -> Sensitivity:
@@ -175,7 +196,7 @@ def _empty(weight: torch.Tensor) -> Sensitivity:
     return Sensitivity(inputs, outputs)
 
 
-def _with_bits(format, bits: int):
+def _with_bits(format, bits: float):
     if hasattr(format, "inner"):
         return dataclasses.replace(format, inner=_with_bits(format.inner, bits))
     return dataclasses.replace(format, bits=bits)

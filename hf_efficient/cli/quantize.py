@@ -32,7 +32,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--bits",
         type=_bits,
-        help="bits of a weight: 2, 3, 4 (default) or 8; 2.5 and 3.5 with --codebook trellis, 1 with --method pb_llm",
+        help="bits of a weight: 2, 3, 4 (default) or 8; 1.5 to 5 in halves with --codebook trellis (with "
+        "--mixed-precision any number), 1 with --method pb_llm",
     )
     command.add_argument(
         "--quality",

@@ -27,8 +27,8 @@ ACTIVATION_BITS = (4, 6)
 CODEBOOKS = ("nf4", "fp4", "mxfp4", "nvfp4", "kmeans", "trellis")
 ZERO_POINTS = ("integer", "float", "minimum")
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
-TRELLIS_BITS = (2, 2.5, 3, 3.5, 4)
-_TRELLIS_ALLOWED = f"one of {TRELLIS_BITS} for codebook='trellis'"
+TRELLIS_BITS = (1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5)
+_TRELLIS_ALLOWED = f"one of {TRELLIS_BITS} for codebook='trellis', or with mixed_precision a number between them"
 _GROUP_SIZES = "a positive multiple of 8, -1 (one group per output channel) or None (one scale for the tensor)"
 
 
@@ -52,8 +52,8 @@ class WeightOnlyConfig(CompressionConfig):
 
     Args:
         bits (2, 3, 4 or 8; default 4): bits of a code. With `mixed_precision` the average over the layers. With
-            codebook="trellis" 2, 2.5, 3, 3.5 or 4, with method="pb_llm" 1. In an override of the experts of a mixture
-            also a list: the bits of each.
+            codebook="trellis" 1.5 to 5 in halves (on average any number), with method="pb_llm" 1. In an override of
+            the experts of a mixture also a list: the bits of each.
         group_size (int or None; default "auto"): weights that share a scale: a positive multiple of 8, -1 for one group
             per output channel, None for one scale for the whole tensor. "auto" is -1 with 8 bits or a trellis, 32
             with "mxfp4" or quality="best", 16 with "nvfp4", 128 with method="billm", -1 with "pb_llm", else 64. On CPU
@@ -83,7 +83,7 @@ class WeightOnlyConfig(CompressionConfig):
             (https://arxiv.org/abs/2310.10537) and "nvfp4" are the FP4 of today's hardware, E2M1 with a scale for 32 or
             16 weights in 8 bits. "kmeans" learns tables of 2, 3 or 4 bits. "trellis" (QTIP,
             https://arxiv.org/abs/2406.11235) lets neighbouring weights of a column share bits and has one scale a row.
-            It loses least at 2 to 4 bits, and takes minutes to make.
+            It loses least at 1.5 to 5 bits, and takes minutes to make.
         double_quantization (bool; default False): also store the scales of a codebook in 8 bits (QLoRA).
         rotate (bool; default "auto": True with codebook="trellis" or activation_bits): spread outliers by random
             Hadamard rotations (QuIP, https://arxiv.org/abs/2307.13304; QuaRot, https://arxiv.org/abs/2404.00456). The
@@ -185,7 +185,7 @@ class WeightOnlyConfig(CompressionConfig):
         bits, group_size, method, codebook = (scheme[name] for name in ("bits", "group_size", "method", "codebook"))
         check_choices(scheme, method=available_methods())
         if codebook == "trellis":
-            check(any(bits == b and not isinstance(bits, bool) for b in TRELLIS_BITS), "bits", bits, _TRELLIS_ALLOWED)
+            check(_is_of_trellis(bits, scheme["mixed_precision"]), "bits", bits, _TRELLIS_ALLOWED)
         elif method in OWN_FORMATS:
             _check_own_format(scheme)
         elif isinstance(bits, list):
@@ -227,7 +227,8 @@ class WeightOnlyConfig(CompressionConfig):
             check(not scheme["double_quantization"], "double_quantization", True, "False where there is no codebook")
         else:
             for field in ("mixed_precision", "int8_on_cpu"):
-                check(not scheme[field], field, scheme[field], f"False for codebook={codebook!r}")
+                is_served = not scheme[field] or (field, codebook) == ("mixed_precision", "trellis")
+                check(is_served, field, scheme[field], f"False for codebook={codebook!r}")
 
     @property
     def asked_calibration(self):
@@ -341,6 +342,12 @@ class WeightOnlyConfig(CompressionConfig):
         method = self.method_module()
         uses = self.calibration is not None and getattr(method, "USES", ())
         return bool(self.refine or self.mixed_precision or method.NEEDS or uses)
+
+
+def _is_of_trellis(bits: Any, is_average: bool) -> bool:
+    if isinstance(bits, bool) or not isinstance(bits, (int, float)):
+        return False
+    return TRELLIS_BITS[0] <= bits <= TRELLIS_BITS[-1] if is_average else bits in TRELLIS_BITS
 
 
 def _check_expert_bits(scheme: dict[str, Any]) -> None:

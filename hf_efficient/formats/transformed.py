@@ -100,6 +100,8 @@ class _TransformedLayout(Layout):
         self.input_order = stored["input_order"].long() if format.input_order else None
         self.input_scale = stored["input_scale"].to(inner.dtype) if format.input_scale else None
         self.signs = stored["rotation_signs"].to(inner.dtype) if format.rotation else None
+        if format.rotation and format.input_scale:  # one product of the input less
+            self.signs, self.input_scale = self.signs * self.input_scale, None
 
     def matmul(self, x, bias=None):
         if self.input_order is not None:

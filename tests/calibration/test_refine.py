@@ -73,8 +73,10 @@ def test_the_error_is_never_above_the_start(seed, rate, bits):
 
 @pytest.mark.parametrize("rotate", [True, False])
 def test_factors_of_a_trellis(rotate):
-    """A lower error with the same codes; inputs get factors of their own."""
+    """A lower error with the same codes; inputs get factors, one for all linears that read the same."""
     block, targets = _block("llama", bits=2, group_size=-1, codebook="trellis", rotate=rotate)
+    attention = [name for name in block.linears if "self_attn" in name and "o_proj" not in name]
+    block.statistics |= dict.fromkeys(attention, object())
     before, start = stored_error(block, targets), stored(block)
     refine_block(block, targets, epochs=8)
     assert stored_error(block, targets) < 0.95 * before
@@ -86,6 +88,10 @@ def test_factors_of_a_trellis(rotate):
         assert {key: (tuple(t.shape), t.dtype) for key, t in tensors.items()} == {
             k: (shapes[k], dtypes[k]) for k in shapes
         }
+    shared = [block.tensors[name]["input_scale"] for name in attention]
+    assert len(shared) == 3 and all(torch.equal(own, shared[0]) for own in shared)
+    others = [block.tensors[n]["input_scale"] for n in block.linears if n not in attention and len(shared[0]) == 64]
+    assert not any(torch.equal(own, shared[0]) for own in others)
 
 
 def test_same_seed_same_tensors():

@@ -14,6 +14,7 @@ from transformers import BertConfig, BertModel, FalconConfig, FalconForCausalLM
 from hf_efficient import methods
 from hf_efficient.calibration.sensitivity import Sensitivity, allocate, choose_bits, sensitivities
 from hf_efficient.formats import AffineFormat
+from hf_efficient.formats.trellis import TrellisFormat
 from hf_efficient.observers.hooks import watching_inputs, watching_outputs
 
 
@@ -186,6 +187,25 @@ def test_bits_are_chosen_within_the_size_of_the_uniform_formats(llama):
     assert bits["model.layers.0.mlp.down_proj"] == 2
     assert bits["model.layers.0.self_attn.o_proj"] > bits["model.layers.0.mlp.down_proj"]
     assert min(bits.values()) < max(bits.values())
+
+
+def test_bits_along_a_trellis_keep_to_any_average(llama):
+    names = [name for name, module in llama.named_modules() if isinstance(module, torch.nn.Linear) and "layers" in name]
+    bits = choose_bits(llama, dict.fromkeys(names, TrellisFormat(3.3)), TOKENS, llama.model.layers)
+    sizes = {name: llama.get_submodule(name).weight.numel() for name in names}
+    mean = sum(bits[name] * size for name, size in sizes.items()) / sum(sizes.values())
+    assert 3.1 < mean <= 3.3 and set(bits.values()) <= set(TrellisFormat.WIDTHS) and len(set(bits.values())) > 1
+
+
+def test_the_error_expected_of_a_trellis_is_about_what_it_is():
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 64, generator=generator) * torch.rand(64, 1, generator=generator)
+    found = Sensitivity(torch.rand(64, generator=generator), torch.rand(64, generator=generator), 1)
+    for bits in (1.5, 4):
+        format = TrellisFormat(bits)
+        error = weight - format.dequantize(format.round(weight), 64, torch.float32)
+        expected = found.loss_of_noise(format.expected_error * weight.square().mean(1))
+        assert found.loss(error) == pytest.approx(expected, rel=0.1)
 
 
 def test_more_bits_lose_less():

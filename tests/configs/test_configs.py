@@ -28,12 +28,14 @@ from hf_efficient.configs import module_matches
         (dict(codebook="kmeans", bits=8), ["bits=8", "kmeans"]),
         (dict(bits=2.5), ["bits=2.5", "(2, 3, 4, 8)"]),
         (dict(bits=4.0), ["bits=4.0"]),
-        (dict(codebook="trellis", bits=8), ["bits=8", "(2, 2.5, 3, 3.5, 4)", "trellis"]),
+        (dict(codebook="trellis", bits=8), ["bits=8", "(1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5)", "trellis"]),
         (dict(codebook="trellis", bits=True), ["bits=True"]),
         (dict(codebook="trellis", group_size=64), ["group_size=64", "-1 for codebook='trellis'"]),
         (dict(codebook="trellis", double_quantization=True), ["double_quantization=True", "trellis"]),
         (dict(codebook="trellis", scale_dtype="float32"), ["scale_dtype='float32'", "trellis"]),
-        (dict(codebook="trellis", mixed_precision=True), ["mixed_precision=True", "trellis"]),
+        (dict(codebook="trellis", bits=3.33), ["bits=3.33", "with mixed_precision a number"]),
+        (dict(codebook="trellis", bits=5.1, mixed_precision=True), ["bits=5.1", "trellis"]),
+        (dict(codebook="nf4", mixed_precision=True), ["mixed_precision=True", "nf4"]),
         (dict(codebook="trellis", method="awq"), ["method='awq'", "trellis"]),
         (dict(method="billm"), ["bits=4", "(2,) for method='billm'"]),
         (dict(method="pb_llm", bits=True), ["bits=True", "(1,) for method='pb_llm'"]),
@@ -74,6 +76,7 @@ def test_what_a_trellis_chooses():
     assert config.rotate and config.group_size == -1 and config.method == "rtn"
     assert WeightOnlyConfig(codebook="trellis", bits=3.0).format() == config.format()
     assert not WeightOnlyConfig(codebook="trellis", rotate=False).rotate and not WeightOnlyConfig().rotate
+    assert WeightOnlyConfig(codebook="trellis", bits=3.33, mixed_precision=True).method == "gptq"
     some = WeightOnlyConfig(overrides={"a": {"codebook": "trellis", "bits": 2.5}}).for_module("a")
     assert (some.codebook, some.bits, some.rotate, some.group_size) == ("trellis", 2.5, True, -1)
     again = AutoQuantizationConfig.from_dict(json.loads(json.dumps(config.to_dict())))

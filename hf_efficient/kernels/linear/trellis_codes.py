@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 
-TRELLIS_BITS = (2, 2.5, 3, 3.5, 4)
+TRELLIS_BITS = (1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5)
 BAND = 32  # rows
 MOST_BANDS = 8  # of a sequence
 STATE_BITS = 14

@@ -22,7 +22,7 @@ LIBRARIES = {  # library, compiled from <name>/<name>.cpp -> the macros of each 
     "hadamard": ({},),
     "packing": ({},),
     "viterbi": ({},),
-    "trellis": tuple({"HALF_BITS": count} for count in range(4, 9)),
+    "trellis": tuple({"HALF_BITS": count} for count in range(3, 11)),
 }
 FLAGS = ("-O2", "-std=c++17", "-fno-strict-aliasing", "-shared", "-fPIC", "-w")  # besides those of the tier
 

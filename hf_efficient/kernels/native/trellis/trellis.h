@@ -11,7 +11,7 @@
 
 constexpr int BAND = 32;          // rows that take whole words
 constexpr int WORDS = HALF_BITS;  // of a band
-constexpr int SEGMENT = 256;      // steps of which sums in 32 bits hold each lane: 2 columns by 126 by 32,767
+constexpr int SEGMENT = 32;       // steps that the cache holds; of 256 sums in 32 bits hold each lane: 2 by 126 by 32,767
 
 struct TrellisWeight {       // mirrored in kernels/linear/native_trellis.py
     const uint16_t *packed;  // [bands, steps, WORDS, 32]
@@ -66,48 +66,59 @@ struct RoundedRows {
 };
 
 constexpr int AT_ONCE = REGISTERS < 32 ? 4 : 16;  // sums in registers
+constexpr int AHEAD = 256 * 32;  // words that are on their way from memory: hardware does not foresee both blocks' order
 
-// totals[m][row] lane by lane, of the 16 rows of half HALF of a band, for M rows of x
-template <int M, int HALF, int FIRST = 0>
-static INLINE void few_rows(const Trellis &w, int64_t band, const RoundedRows &rows, int64_t row, int64_t segments,
-                            Floats (*totals)[LANES]) {
+// totals[m][row] lane by lane, of rows FIRST to END of a band, for M rows of x: what steps of a segment add. FETCHES:
+// whether these rows come first
+template <int M, int FIRST, int END, bool FETCHES>
+static INLINE void add_segment(const Trellis &w, int64_t band, const RoundedRows &rows, int64_t row, int64_t segment,
+                               int64_t segments, Floats (*totals)[2][LANES]) {
     constexpr int COUNT = AT_ONCE / M > 0 ? AT_ONCE / M : 1;
-    const uint16_t *words = w.words(band, 0), *next = w.words(w.next[band], 0);
-    for (int64_t segment = 0; segment < segments; segment++) {
-        Ints sum[M][COUNT];
+    const int64_t first = segment * SEGMENT, end = std::min(w.steps, first + SEGMENT);
+    const uint16_t *words = w.words(band, first), *next = w.words(w.next[band], first);
+    Ints sum[M][COUNT];
 #pragma GCC unroll 4
-        for (int m = 0; m < M; m++)
+    for (int m = 0; m < M; m++)
 #pragma GCC unroll 16
-            for (int i = 0; i < COUNT; i++) sum[m][i] = rows.starts[(row + m) * segments + segment];
-        const int64_t end = std::min(w.steps, (segment + 1) * SEGMENT);
-        for (int64_t step = segment * SEGMENT; step < end; step++) {
-            Shorts x[M];
+        for (int i = 0; i < COUNT; i++) sum[m][i] = rows.starts[(row + m) * segments + segment];
+    for (int64_t step = first; step < end; step++) {
+        if constexpr (FETCHES)
+#pragma GCC unroll 16
+            for (int i = 0; i < WORDS; i++) __builtin_prefetch(words + AHEAD + i * 32);
+        Shorts x[M];
 #pragma GCC unroll 4
-            for (int m = 0; m < M; m++) x[m] = Shorts::load(rows.x + (row + m) * w.width + step * 32);
-            decode<16 * HALF + FIRST, COUNT>(words, next, [&](auto i, Shorts found) __attribute__((always_inline)) {
+        for (int m = 0; m < M; m++) x[m] = Shorts::load(rows.x + (row + m) * w.width + step * 32);
+        decode<FIRST, COUNT>(words, next, [&](auto i, Shorts found) __attribute__((always_inline)) {
 #pragma GCC unroll 4
-                for (int m = 0; m < M; m++) sum[m][i] = plus_pairs(sum[m][i], found, x[m]);
-            });
-            words += WORDS * 32, next += WORDS * 32;
-        }
-        for (int m = 0; m < M; m++)
-            for (int i = 0; i < COUNT; i++) {
-                const Floats part = to_floats(sum[m][i]);
-                totals[m][FIRST + i] = segment ? totals[m][FIRST + i] + part : part;
-            }
+            for (int m = 0; m < M; m++) sum[m][i] = plus_pairs(sum[m][i], found, x[m]);
+        });
+        words += WORDS * 32, next += WORDS * 32;
     }
-    if constexpr (FIRST + COUNT < LANES) few_rows<M, HALF, FIRST + COUNT>(w, band, rows, row, segments, totals);
+    for (int m = 0; m < M; m++)
+        for (int i = 0; i < COUNT; i++) totals[m][FIRST / LANES][FIRST % LANES + i] += to_floats(sum[m][i]);
+    if constexpr (FIRST + COUNT < END)
+        add_segment<M, FIRST + COUNT, END, false>(w, band, rows, row, segment, segments, totals);
 }
 
+// `blocks` of a band from block `block` on. Each segment is read from memory once, and by the other block from the
+// first level of the cache.
 template <int M>
-static void few_rows_of_block(const Trellis &w, int64_t block, const RoundedRows &rows, int64_t row, int64_t segments,
-                              const Output &out) {
-    Floats totals[M][LANES];
-    if (block % 2) few_rows<M, 1>(w, block / 2, rows, row, segments, totals);
-    else few_rows<M, 0>(w, block / 2, rows, row, segments, totals);
-    const Floats scale = *(const Floats *)(w.scale + block * LANES);
-    for (int m = 0; m < M; m++)
-        out.store(row + m, block * LANES, sums_of_lanes(totals[m]) * (scale * rows.scale[row + m]));
+static void few_rows(const Trellis &w, int64_t block, int blocks, const RoundedRows &rows, int64_t row,
+                     int64_t segments, const Output &out) {
+    Floats totals[M][2][LANES] = {};
+    const int64_t band = block / 2;
+    for (int64_t segment = 0; segment < segments; segment++) {
+        if (block % 2 == 0) add_segment<M, 0, LANES, true>(w, band, rows, row, segment, segments, totals);
+        if (blocks == 2) add_segment<M, LANES, BAND, false>(w, band, rows, row, segment, segments, totals);
+        else if (block % 2) add_segment<M, LANES, BAND, true>(w, band, rows, row, segment, segments, totals);
+    }
+    for (; blocks; blocks--, block++) {
+        const Floats scale = *(const Floats *)(w.scale + block * LANES);
+        for (int m = 0; m < M; m++) {
+            const Floats sums = sums_of_lanes(totals[m][block % 2]);
+            out.store(row + m, block * LANES, sums * (scale * rows.scale[row + m]));
+        }
+    }
 }
 
 // x [rows, columns] of bfloat16, for a weight of `width` columns.
@@ -143,11 +154,15 @@ static RoundedRows rounded(const uint16_t *x, int64_t rows, int64_t columns, int
 static void few(const Trellis *w, const Output *out, int count, const uint16_t *x, int64_t rows) {
     const int64_t segments = ceil_div(w->steps, SEGMENT);
     const RoundedRows to = rounded(x, rows, w->in_features, w->width, segments);
-    for_blocks(w, count, 1, [&](int i, int64_t block) {
+    int64_t blocks = 0;
+    for (int i = 0; i < count; i++) blocks += w[i].blocks;
+    const int together = blocks < 8 * omp_get_max_threads() ? 1 : 2;  // whole bands, where each thread gets some
+    for_blocks(w, count, together, [&](int i, int64_t block) {
+        const int here = (int)std::min<int64_t>(together, w[i].blocks - block);
         int64_t row = 0;
-        for (; rows - row >= 4; row += 4) few_rows_of_block<4>(w[i], block, to, row, segments, out[i]);
-        if (rows - row >= 2) few_rows_of_block<2>(w[i], block, to, row, segments, out[i]), row += 2;
-        if (rows - row) few_rows_of_block<1>(w[i], block, to, row, segments, out[i]);
+        for (; rows - row >= 4; row += 4) few_rows<4>(w[i], block, here, to, row, segments, out[i]);
+        if (rows - row >= 2) few_rows<2>(w[i], block, here, to, row, segments, out[i]), row += 2;
+        if (rows - row) few_rows<1>(w[i], block, here, to, row, segments, out[i]);
     });
 }
 

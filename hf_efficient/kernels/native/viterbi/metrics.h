@@ -69,9 +69,8 @@ static INLINE Metrics square(Metrics a) { return {_mm256_mulhrs_epi16(a.bits, a.
 template <int K> static INLINE Metrics repeated(const uint16_t *from) {
     uint8_t order[32];
     for (int i = 0; i < 32; i++) order[i] = 2 * (i / 2 >> K) + i % 2;
-    int64_t first;
-    memcpy(&first, from, 8);
-    return {_mm256_shuffle_epi8(_mm256_set1_epi64x(first), _mm256_loadu_si256((const __m256i *)order))};
+    const __m256i first = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)from));
+    return {_mm256_shuffle_epi8(first, _mm256_loadu_si256((const __m256i *)order))};
 }
 #else
 struct Metrics {

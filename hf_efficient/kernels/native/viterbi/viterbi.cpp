@@ -31,7 +31,7 @@ EXPORT_LAYOUTS(LAYOUT(Search, numbers, values, steps, sequences, codes, found, c
 
 // The least cost of each group of successors, of a row and of the row behind.
 struct Costs {
-    uint16_t both[2][STATES / 4 + 64];
+    uint16_t both[2][STATES / 2 + 64];
     uint16_t *now, *next;
 };
 
@@ -63,7 +63,7 @@ struct Path {
     const float *numbers;
     int64_t first, length;
     Costs &costs;
-    uint8_t *back;  // [rows of a search, STATES / 4]
+    uint8_t *back;  // [rows of a search, STATES / 2]
 
     // Visits `count` rows down from row `last` (of the sequence, circular), of which `back` gets the choices.
     void visit(int64_t last, int64_t count) {
@@ -75,9 +75,11 @@ struct Path {
             const float number = counts ? std::max(-float(LARGEST), std::min(float(LARGEST), numbers[row])) : 0;
             const int8_t *values = counts ? search.values : none;
             const int16_t rounded = (int16_t)__builtin_lrintf(number * (1 << FRACTION));
-            uint8_t *to = back + i * (STATES / 4);
+            uint8_t *to = back + i * (STATES / 2);
 #define STEP(K, BEFORE) \
     if (bits == K && before == BEFORE) shift = step<K, BEFORE>(costs, values, rounded, shift, to)
+            STEP(1, 2);
+            STEP(2, 1);
             STEP(2, 2);
             STEP(2, 3);
             STEP(3, 2);
@@ -85,6 +87,9 @@ struct Path {
             STEP(3, 4);
             STEP(4, 3);
             STEP(4, 4);
+            STEP(4, 5);
+            STEP(5, 4);
+            STEP(5, 5);
 #undef STEP
             std::swap(costs.now, costs.next);
         }
@@ -94,18 +99,18 @@ struct Path {
     // the state behind that of `row`, by the choices of the i-th visited row
     int follow(int state, int64_t row, int64_t i) const {
         const int bits = bits_of(row), group = state >> bits;
-        return back[i * (STATES / 4) + group] << (STATE_BITS - bits) | group;
+        return back[i * (STATES / 2) + group] << (STATE_BITS - bits) | group;
     }
 
     void find(uint8_t *codes, int8_t *found) {
         const int64_t reach = search.reach;
         costs.now = costs.both[0], costs.next = costs.both[1];
-        std::fill(costs.next, costs.next + STATES / 4, 0);
+        std::fill(costs.next, costs.next + STATES / 2, 0);
         visit(reach - 1, 2 * reach);
         const int group = std::min_element(costs.next, costs.next + (STATES >> bits_of(-reach - 1))) - costs.next;
         int state = follow(group << bits_of(-reach - 1), -reach - 1, 2 * reach - 1);
         for (int64_t row = -reach; row < 0; row++) state = follow(state, row, reach - 2 - row);
-        std::fill(costs.next, costs.next + STATES / 4, FAR);
+        std::fill(costs.next, costs.next + STATES / 2, FAR);
         costs.next[state & ((STATES >> bits_of(length - 1)) - 1)] = 0;
         visit(length - 1, length - 1);
         for (int64_t row = 0; row < length; row++) {
@@ -129,7 +134,7 @@ extern "C" void hf_viterbi(const Search *search) {
     parallel(search->columns * search->count, [&](int64_t unit, int64_t end) {
         static thread_local Buffer buffers[2];
         Costs &costs = *buffers[0].get<Costs>(1);
-        uint8_t *back = buffers[1].get<uint8_t>(std::max(longest, 2 * search->reach) * (STATES / 4));
+        uint8_t *back = buffers[1].get<uint8_t>(std::max(longest, 2 * search->reach) * (STATES / 2));
         for (; unit < end; unit++) {
             const int64_t column = unit / search->count, *first = search->sequences + unit % search->count;
             Path path{*search, search->numbers + column * search->rows, first[0], first[1] - first[0], costs, back};

@@ -238,7 +238,7 @@ def trellis_linear(
     """x times the transpose of a weight coded along a trellis, plus bias.
 
     x: [M, K], float16, bfloat16 or float32, columns contiguous. packed int32 [words, columns], places int32 [bands, 3]:
-        from `pack_trellis`. scale: of each row, float of any kind, [N] or [N, 1]. bias: [N]. bits: 2, 2.5, 3, 3.5 or 4.
+        from `pack_trellis`. scale: of each row, float of any kind, [N] or [N, 1]. bias: [N]. bits: 1.5 to 5 in halves.
 
     Returns [M, N] in the dtype of x. Values are exact, sums float32, multiplied by scale and rounded once. Above 64
     tokens (32 on ROCm), and for float32, the weight is dequantized, which rounds it, for one product of torch. x and

@@ -16,7 +16,7 @@ import torch
 BAND, MOST_BANDS = 32, 8
 COLUMNS = 64  # of a step
 LARGEST = 126  # magnitude of a value
-HALF_BITS = (4, 5, 6, 7, 8)
+HALF_BITS = tuple(range(3, 11))
 FACTORS = 0x1E05, 0x8313
 _SIX_BITS = 0x3F3F  # of each of two bytes
 
