@@ -74,7 +74,7 @@ class RaggedModel(PackedReading):
         self.is_capturable, self.is_unchanged = is_capturable, is_unchanged
         self.model, self.cache, self.hidden_layers, self.captured = model, cache, hidden_layers, captured
         self.max_new_tokens, self.max_position = max_new_tokens, max_position
-        self.limits_logits = limits_logits(model)
+        self.limits_logits, self.device = limits_logits(model), model.device
         self._cached = {cache_name(): cache, "use_cache": True}
 
     @property
@@ -248,12 +248,7 @@ class RaggedModel(PackedReading):
         there are none unless `wants_logits`.
         """
         width, device = tokens.shape[1], tokens.device
-        columns = [prompt + index for prompt, index in zip(self.prompt, first)]
-        depth = torch.arange(width, device=device) if tree is None else tree.to(device).sum(-1) - 1
-        offset = to_device(first, torch.int64, device)[:, None] + depth
-        positions = self.position + 1 + offset.clamp(max=self.max_new_tokens - 2)  # the last one is never fed
-        if self.max_position is not None:
-            positions = positions.clamp(max=self.max_position)
+        positions = self._positions(first, width, device, tree)
         self._appended, self.argmax = width, None
         self.computed = len(tokens) * self.padded(len(tokens), width)
         if counts is not None and self.packs and self._is_less(counts, width):
@@ -263,15 +258,27 @@ class RaggedModel(PackedReading):
         if self.captured is not None and not self.extra:
             outputs = self._replay(tokens, positions, tree)
             if outputs is not None:
-                logits, self.argmax, self.hidden = (None if x is None else x[:, :width] for x in outputs)
                 padding = outputs[0].shape[1] - width
                 if padding:
+                    outputs = [None if x is None else x[:, :width] for x in outputs]
                     self.cache.rewind([length - padding for length in self.cache.cache_seqlens])
-                return logits[:, -(keep or width) :]
+                logits, self.argmax, self.hidden = outputs
+                return logits if keep in (None, width) else logits[:, -keep:]
+        columns = [prompt + index for prompt, index in zip(self.prompt, first)]
         is_tree = nullcontext() if tree is None else self.cache.token_tree(tree)
         with is_tree, self._collecting_hidden(), self.cache.forward_context():
             mask = self._mask(columns, width, device, tree)
             return self._run(tokens, positions, mask, columns, tree, keep or width)[:, -(keep or width) :]
+
+    def _positions(self, first: list[int], width: int, device, tree: torch.Tensor | None) -> torch.Tensor:
+        most = self.max_new_tokens - 2  # the last one is never fed
+        if width == 1:  # few operations
+            positions = self.position + to_device([[1 + min(index, most)] for index in first], torch.int64, device)
+        else:
+            depth = torch.arange(width, device=device) if tree is None else tree.to(device).sum(-1) - 1
+            offset = to_device(first, torch.int64, device)[:, None] + depth
+            positions = self.position + 1 + offset.clamp(max=most)
+        return positions if self.max_position is None else positions.clamp(max=self.max_position)
 
     def _replay(self, tokens: torch.Tensor, positions: torch.Tensor, tree: torch.Tensor | None) -> tuple | None:
         return self.captured(tokens, positions, None if tree is None else tree_bits(tree))
