@@ -248,7 +248,7 @@ class RaggedModel(PackedReading):
         there are none unless `wants_logits`.
         """
         width, device = tokens.shape[1], tokens.device
-        positions = self._positions(first, width, device, tree)
+        positions = self._positions(first, width, tree)
         self._appended, self.argmax = width, None
         self.computed = len(tokens) * self.padded(len(tokens), width)
         if counts is not None and self.packs and self._is_less(counts, width):
@@ -269,16 +269,6 @@ class RaggedModel(PackedReading):
         with is_tree, self._collecting_hidden(), self.cache.forward_context():
             mask = self._mask(columns, width, device, tree)
             return self._run(tokens, positions, mask, columns, tree, keep or width)[:, -(keep or width) :]
-
-    def _positions(self, first: list[int], width: int, device, tree: torch.Tensor | None) -> torch.Tensor:
-        most = self.max_new_tokens - 2  # the last one is never fed
-        if width == 1:  # few operations
-            positions = self.position + to_device([[1 + min(index, most)] for index in first], torch.int64, device)
-        else:
-            depth = torch.arange(width, device=device) if tree is None else tree.to(device).sum(-1) - 1
-            offset = to_device(first, torch.int64, device)[:, None] + depth
-            positions = self.position + 1 + offset.clamp(max=most)
-        return positions if self.max_position is None else positions.clamp(max=self.max_position)
 
     def _replay(self, tokens: torch.Tensor, positions: torch.Tensor, tree: torch.Tensor | None) -> tuple | None:
         return self.captured(tokens, positions, None if tree is None else tree_bits(tree))
@@ -319,11 +309,6 @@ class RaggedModel(PackedReading):
     def padded(self, rows: int, columns: int) -> int:
         """How many positions a forward of `rows` sequences and `columns` positions computes."""
         return columns if self.captured is None else padded(rows, columns)
-
-    def capture_seconds(self, rows: int, columns: int) -> float:
-        """Seconds of capturing the next forward of `rows` sequences and `columns` positions; 0.0 where it is captured
-        already or never will be."""
-        return 0.0 if self.captured is None or self.extra else self.captured.capture_seconds(rows, columns)
 
     def keep(self, columns: list[list[int]]) -> None:
         """Of the tokens of the last forward, sequence b keeps those with indices `columns[b]`, ascending."""
