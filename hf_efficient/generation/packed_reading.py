@@ -19,8 +19,8 @@ class PackedReading:
         return captured is not None and captured.packs and not self.extra and self.position.dim() == 2
 
     def _positions(self, first: list[int], width: int, tree: torch.Tensor | None) -> torch.Tensor:
-        """int64, of the shape that the model takes, of `width` new tokens of each sequence from generated token `first[b]`
-        on. tree: as in a call."""
+        """int64, of the shape that the model takes, of `width` new tokens of each sequence, from generated token
+        `first[b]` on. tree: as in a call."""
         device, most = self.device, self.max_new_tokens - 2  # the last one is never fed
         if width == 1:  # few operations
             positions = self.position + to_device([[1 + min(index, most)] for index in first], torch.int64, device)
