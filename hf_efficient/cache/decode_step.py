@@ -14,6 +14,8 @@ class DecodeStepMixin:
     """Forwards whose bookkeeping is done before they run, forwards of token trees, and prompts run sequence by
     sequence."""
 
+    layout: object = None  # another one whenever a `decode_step` may have moved what it touches (`static_tensors`)
+
     def attend_over_pages(self, wanted: bool = True) -> None:
         """Forwards over this cache read its pages though the model's config says "sdpa". Run each of them inside
         `forward_context`."""
@@ -52,8 +54,8 @@ class DecodeStepMixin:
         if isinstance(width, bool) or not isinstance(width, int) or width < 1:
             raise ValueError(f"width={width!r}: must be a positive integer")
         sequences, state = len(self.state.pool.lengths), self.state
-        with self._planned(lambda: state.plan_tokens(sequences, width, None), lambda: state.crop(-width)) as layers:
-            position_ids = layers[0].tables.position_ids(width)
+        with self._planned(lambda: state.plan_tokens(sequences, width, None), lambda: state.crop(-width)):
+            position_ids = self._first_tables.position_ids(width)
             if position_ids.is_cuda:
                 for tensor in (position_ids, *self.static_tensors()):
                     torch._dynamo.mark_static_address(tensor, guard=False)  # or CUDA graphs would copy it
@@ -81,8 +83,8 @@ class DecodeStepMixin:
                 f"counts={counts}, width={width}: needs numbers of new tokens of {len(held)} sequences, at least one "
                 "token and at most `width` together"
             )
-        with self._planned(lambda: state.plan_packed(counts), lambda: state.rewind(held)) as layers:
-            starts = list(accumulate(counts, initial=0))
+        with self._planned(lambda: state.plan_packed(counts), lambda: state.rewind(held)):
+            starts, layers = list(accumulate(counts, initial=0)), self._paged_layers
             for tables in {id(layer.tables): layer.tables for layer in layers}.values():
                 tables.query_starts.copy_(torch.tensor(starts, dtype=torch.int32))
             for each, layer in {id(layer.state): (layer.state, layer) for layer in layers}.values():
@@ -92,7 +94,7 @@ class DecodeStepMixin:
 
     def _check_step(self) -> None:
         """Raises RuntimeError where no `decode_step` is possible now."""
-        state, layers = self.state, self._paged_layers
+        state = self.state
         state.check_idle()
         if self.eviction is not None:
             raise RuntimeError("decode_step() is not possible with PagedCache(eviction=...): its blocks move")
@@ -103,27 +105,30 @@ class DecodeStepMixin:
                 f"decode_step() needs attn_implementation='flash_paged' and a model whose attention reads pages, not "
                 f"{state.attention!r}"
             )
-        if not all(layer.is_initialized for layer in layers):
+        is_uneven = any(set(each.took_part) != {state.num_forwards} for each in self.states)
+        if (is_uneven or not state.num_forwards) and not all(layer.is_initialized for layer in self._paged_layers):
             raise RuntimeError("decode_step() continues a filled cache: run the prompt through the model first")
-        if any(layer.num_forwards != state.num_forwards for layer in layers):
+        if is_uneven:
             raise RuntimeError("decode_step() after a forward that failed halfway: call reset() and begin anew")
 
     @contextmanager
-    def _planned(self, plan, take_back) -> Iterator[list]:
-        """Inside, the bookkeeping of a forward is done. Yields the layers; `take_back` undoes `plan` after an error."""
-        state, layers = self.state, self._paged_layers
+    def _planned(self, plan, take_back) -> Iterator[None]:
+        """Inside, the bookkeeping of a forward is done. `take_back` undoes `plan` after an error."""
+        state, steady = self.state, self.state.steady
         plan()
-        for layer in layers:
-            layer.num_forwards = -1
+        is_steady = steady is not None and steady == self._steady()
+        layers = [] if is_steady else self._paged_layers
+        self._count(-1)
         for layer in layers:  # what fails here, for want of memory, leaves a cache that only reset() helps
             layer.make_room(layer.state.plan)
-        for layer in layers:
-            layer.num_forwards = state.num_forwards
+        self._count(state.num_forwards)
         try:
             for layer in layers:
                 layer.store.make_ready(layer.state.plan)
                 layer.tables = layer.state.tables_on(layer.device)
-            yield layers
+            if not is_steady:
+                self.layout, self._first_tables = object(), layers[0].tables
+            yield
         except BaseException:
             for each in self.states:
                 each.decode_plan = each.pending = None
@@ -132,6 +137,24 @@ class DecodeStepMixin:
             raise
         for each in self.states:
             each.decode_plan = None
+        if not is_steady:
+            steady = None if any(layer.store.takes_steps for layer in layers) else self._steady()
+        state.steady = steady
+
+    def _count(self, forwards: int) -> None:
+        """Every layer took part in so many forwards."""
+        for state in self.states:
+            state.took_part[:] = [forwards] * len(state.took_part)
+
+    def _steady(self) -> tuple | None:
+        """As `CacheState.steady`, after a forward was planned; None where that one changes pages."""
+        parts = []
+        for state in self.states:
+            change = state.plan.change
+            if change.moves is not None or change.copies or state.plan.dropped is not None:
+                return None
+            parts += [change.capacity, len(state.plan.starts), *state.tables.values()]
+        return tuple(parts)
 
     @property
     def takes_trees(self) -> bool:

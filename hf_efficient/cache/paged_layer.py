@@ -27,11 +27,22 @@ class PagedLayer(CacheLayerMixin):
         super().__init__()
         self.state, self.layer_idx = state, layer_idx
         self.evicts, self.has_window, self.exact = evicts, has_window, exact
+        self._place = len(state.took_part)
+        state.took_part.append(0)
         self.forget()
 
     @property
     def is_sliding(self) -> bool:
         return self.state.window is not None
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards that this layer took part in, -1 when it failed in one."""
+        return self.state.took_part[self._place]
+
+    @num_forwards.setter
+    def num_forwards(self, count: int) -> None:
+        self.state.took_part[self._place] = count
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -60,7 +71,7 @@ class PagedLayer(CacheLayerMixin):
         """Drops the tensors."""
         self.store: PageStore | None = None
         self.tables: DeviceTables | None = None  # of a decode step, on this layer's device
-        self.num_forwards = 0  # forwards that this layer took part in, -1 when it failed in one
+        self.num_forwards = 0
         self.is_initialized = False
 
     def make_store(self, capacity: int, key: torch.Tensor, value: torch.Tensor) -> PageStore:

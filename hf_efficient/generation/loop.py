@@ -167,7 +167,7 @@ class SpeculativeLoop:
             drafts = [0] * len(fed) if proposal is None else proposal.counts.tolist()
             counts = [(1 + count) * sequences.unfinished(b) for b, count in zip(sequences.live, drafts)]
         first = [total - 1 for total in self._generated()]
-        logits = target(fed.to(target.model.device), first, tree=tree, counts=counts)
+        logits = target(fed.to(target.device), first, tree=tree, counts=counts)
         self.statistics.steps += 1
         return None if logits is None else logits.to(sequences.device)
 
@@ -183,7 +183,7 @@ class SpeculativeLoop:
             uniforms = sequences.uniforms(depth)
         choice = target.argmax if self.takes_argmax else None
         verified = verify(scores, proposal, self.do_sample, self.acceptance, uniforms, choice)
-        counts = torch.zeros_like(verified.accepted) if proposal is None else proposal.counts
+        counts = None if proposal is None else proposal.counts
         collected = (scores, logits)
         if is_tree and sequences.collects:
             index = pad(verified.path + 1, (1, 0))[..., None]
@@ -261,11 +261,12 @@ class SpeculativeLoop:
         """Generated tokens of each live sequence."""
         return [length - self.sequences.prompt_length for length in self.sequences.lengths]
 
-    def _hidden_of(self, path: torch.Tensor, longest: int) -> torch.Tensor | None:
+    def _hidden_of(self, path: torch.Tensor | None, longest: int) -> torch.Tensor | None:
         """The hidden states of the last forward that predicted each new token, float [rows, longest, hidden size]."""
         hidden = self.target.hidden
         if hidden is None:
             return None
+        path = self._fed[:, :0] if path is None else path
         index = pad(path + 1, (1, 0))[:, :longest, None].to(hidden.device)
         return hidden.gather(1, index.expand(-1, -1, hidden.shape[-1]))
 

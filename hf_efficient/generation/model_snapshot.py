@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
+from hf_efficient.generation.replay import object_versions
+from hf_efficient.generation.replay.object_versions import ObjectVersions
 from hf_efficient.integrations.transformers_loop import LEFT_BY_PROMPTS
 
 
@@ -65,10 +67,13 @@ class ModelSnapshot:
         except RuntimeError:  # tensor subclasses without storage
             self._tensors, self._versions, self.complete = [], ([], []), False
         self._settings = _settings()
+        self._note_versions(model)
         if self._reaches_itself:
             for held in (self._live, self._frozen, self._empty, self._objects, self._items, self._values, self._cells):
                 held.clear()
             self._own, self._names, self._reads, self._contents = {}, {}, [], []
+            self._object_versions, self._dictionaries = None, []
+            self._others, self._copies, self._other_items = [], [], []
 
     def is_unchanged(self) -> bool:
         model = self._model()
@@ -77,13 +82,8 @@ class ModelSnapshot:
         try:
             return (
                 type(model) is self._type
-                and _are_same(self._attributes(model), self._own)
-                and not any(self._empty)
-                and self._live == self._frozen
-                and list(map(type, self._objects)) == self._types
-                and all(container[key] is value for (container, key), value in zip(self._items, self._values))
-                and all(cell.cell_contents is held for cell, held in zip(self._cells, self._contents))
-                and all(_same(read(space), values) for read, space, values in self._reads)
+                and self._contents_are_same(model)
+                and self._globals_are_same()
                 and self._read_versions() == self._versions
                 and _settings() == self._settings
             )
@@ -97,6 +97,59 @@ class ModelSnapshot:
             name: value.__func__ if getattr(value, "__self__", None) is model else value
             for name, value in vars(model).items()
         }
+
+    def _note_versions(self, model: nn.Module) -> None:
+        """Notes the numbers of all dictionaries: what lies in one is compared only where its number has changed."""
+        self._object_versions = self._global_versions = None
+        self._others, self._copies, self._other_items = [], [], []
+        if not object_versions.are_there():
+            return
+        self._dictionaries = []  # which must live on
+        for live, frozen in [*zip(self._live, self._frozen), *((empty, None) for empty in self._empty)]:
+            live = vars(live.module) if isinstance(live, _ReadAttributes) else live
+            dictionary = object_versions.dictionary_of(live)
+            if dictionary is not None:
+                self._dictionaries.append(dictionary)
+            else:
+                self._others.append(live)
+                self._copies.append(type(live)() if frozen is None else frozen)
+        self._other_items = [
+            (container, key, value)
+            for (container, key), value in zip(self._items, self._values)
+            if not isinstance(container, dict)
+        ]
+        self._object_versions = ObjectVersions([vars(model), *self._dictionaries], self._objects, self._cells)
+        self._global_versions = ObjectVersions([space for _, space, _ in self._reads])
+        self._attributes_at = id(vars(model))
+        self._objects_before, self._globals_before = self._object_versions.read(), self._global_versions.read()
+
+    def _contents_are_same(self, model: nn.Module) -> bool:
+        now = None
+        if self._object_versions is not None and id(vars(model)) == self._attributes_at:
+            now = self._object_versions.read()
+            if now == self._objects_before:
+                same = self._others == self._copies
+                return same and all(container[key] is value for container, key, value in self._other_items)
+        same = (
+            _are_same(self._attributes(model), self._own)
+            and not any(self._empty)
+            and self._live == self._frozen
+            and list(map(type, self._objects)) == self._types
+            and all(container[key] is value for (container, key), value in zip(self._items, self._values))
+            and all(cell.cell_contents is held for cell, held in zip(self._cells, self._contents))
+        )
+        if same and now is not None:
+            self._objects_before = now
+        return same
+
+    def _globals_are_same(self) -> bool:
+        now = self._global_versions and self._global_versions.read()
+        if now is not None and now == self._globals_before:
+            return True
+        same = all(_same(read(space), values) for read, space, values in self._reads)
+        if same:
+            self._globals_before = now
+        return same
 
     def _read_versions(self) -> tuple[list[int], list[int]]:
         return list(map(torch.Tensor.data_ptr, self._tensors)), list(map(_version, self._tensors))

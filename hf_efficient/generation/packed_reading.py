@@ -1,7 +1,9 @@
-"""Forwards of a `RaggedModel` without padding: drafts of unequal length stand end to end in one row."""
+"""The positions of new tokens, and forwards of a `RaggedModel` without padding: drafts of unequal length stand end to
+end in one row."""
 
 import torch
 
+from hf_efficient.cache.bookkeeping.tensors import to_device
 from hf_efficient.generation.replay.captured_forward import packed_width, tree_bits
 
 
@@ -15,6 +17,23 @@ class PackedReading:
         """Whether forwards may leave out padding."""
         captured = self.captured
         return captured is not None and captured.packs and not self.extra and self.position.dim() == 2
+
+    def _positions(self, first: list[int], width: int, tree: torch.Tensor | None) -> torch.Tensor:
+        """int64, of the shape that the model takes, of `width` new tokens of each sequence, from generated token
+        `first[b]` on. tree: as in a call."""
+        device, most = self.device, self.max_new_tokens - 2  # the last one is never fed
+        if width == 1:  # few operations
+            positions = self.position + to_device([[1 + min(index, most)] for index in first], torch.int64, device)
+        else:
+            depth = torch.arange(width, device=device) if tree is None else tree.to(device).sum(-1) - 1
+            offset = to_device(first, torch.int64, device)[:, None] + depth
+            positions = self.position + 1 + offset.clamp(max=most)
+        return positions if self.max_position is None else positions.clamp(max=self.max_position)
+
+    def capture_seconds(self, rows: int, columns: int) -> float:
+        """Seconds of capturing the next forward of `rows` sequences and `columns` positions; 0.0 where it is captured
+        already or never will be."""
+        return 0.0 if self.captured is None or self.extra else self.captured.capture_seconds(rows, columns)
 
     def _is_less(self, counts: list[int], width: int) -> bool:
         """Whether a forward without padding computes less. Of several columns as much is enough: one capture serves all

@@ -74,7 +74,7 @@ class RaggedModel(PackedReading):
         self.is_capturable, self.is_unchanged = is_capturable, is_unchanged
         self.model, self.cache, self.hidden_layers, self.captured = model, cache, hidden_layers, captured
         self.max_new_tokens, self.max_position = max_new_tokens, max_position
-        self.limits_logits = limits_logits(model)
+        self.limits_logits, self.device = limits_logits(model), model.device
         self._cached = {cache_name(): cache, "use_cache": True}
 
     @property
@@ -248,12 +248,7 @@ class RaggedModel(PackedReading):
         there are none unless `wants_logits`.
         """
         width, device = tokens.shape[1], tokens.device
-        columns = [prompt + index for prompt, index in zip(self.prompt, first)]
-        depth = torch.arange(width, device=device) if tree is None else tree.to(device).sum(-1) - 1
-        offset = to_device(first, torch.int64, device)[:, None] + depth
-        positions = self.position + 1 + offset.clamp(max=self.max_new_tokens - 2)  # the last one is never fed
-        if self.max_position is not None:
-            positions = positions.clamp(max=self.max_position)
+        positions = self._positions(first, width, tree)
         self._appended, self.argmax = width, None
         self.computed = len(tokens) * self.padded(len(tokens), width)
         if counts is not None and self.packs and self._is_less(counts, width):
@@ -263,11 +258,13 @@ class RaggedModel(PackedReading):
         if self.captured is not None and not self.extra:
             outputs = self._replay(tokens, positions, tree)
             if outputs is not None:
-                logits, self.argmax, self.hidden = (None if x is None else x[:, :width] for x in outputs)
                 padding = outputs[0].shape[1] - width
                 if padding:
+                    outputs = [None if x is None else x[:, :width] for x in outputs]
                     self.cache.rewind([length - padding for length in self.cache.cache_seqlens])
-                return logits[:, -(keep or width) :]
+                logits, self.argmax, self.hidden = outputs
+                return logits if keep in (None, width) else logits[:, -keep:]
+        columns = [prompt + index for prompt, index in zip(self.prompt, first)]
         is_tree = nullcontext() if tree is None else self.cache.token_tree(tree)
         with is_tree, self._collecting_hidden(), self.cache.forward_context():
             mask = self._mask(columns, width, device, tree)
@@ -312,11 +309,6 @@ class RaggedModel(PackedReading):
     def padded(self, rows: int, columns: int) -> int:
         """How many positions a forward of `rows` sequences and `columns` positions computes."""
         return columns if self.captured is None else padded(rows, columns)
-
-    def capture_seconds(self, rows: int, columns: int) -> float:
-        """Seconds of capturing the next forward of `rows` sequences and `columns` positions; 0.0 where it is captured
-        already or never will be."""
-        return 0.0 if self.captured is None or self.extra else self.captured.capture_seconds(rows, columns)
 
     def keep(self, columns: list[list[int]]) -> None:
         """Of the tokens of the last forward, sequence b keeps those with indices `columns[b]`, ascending."""

@@ -271,9 +271,9 @@ class Sequences:
         """Appends to each unfinished live sequence its first `accepted + 1` of `tokens` int64 [rows, width], or fewer
         where it stops before. Takes one transfer to the host, whatever the batch.
 
-        accepted, counts: int64 [rows], drafts accepted (see `verify`) and proposed. scores, logits: [rows, width,
-        vocabulary] of these positions, where they are collected. read: `tokens` where the host has read them, which
-        stands for no drafts.
+        accepted, counts: int64 [rows], drafts accepted (see `verify`) and proposed; None for no drafts. scores, logits:
+        [rows, width, vocabulary] of these positions, where they are collected. read: `tokens` where the host has read
+        them.
 
         Returns the tokens appended to each sequence, and how many drafts each had accepted and proposed.
         """
@@ -281,10 +281,10 @@ class Sequences:
         if self.pads_finished and any(self.stopped_at):
             has_ended = [[self.stopped_at[b] is not None] for b in self.live]
             tokens = torch.where(torch.tensor(has_ended, device=self.device), self.padding, tokens)
-        if read is None:
+        if read is None and accepted is not None:
             host = torch.cat([accepted[:, None], counts[:, None], tokens], 1).tolist()
         else:
-            host = [[0, 0, *row] for row in read]
+            host = [[0, 0, *row] for row in (tokens.tolist() if read is None else read)]
         kept = []
         for b, length, row in zip(self.live, self.lengths, host):
             keep = min(row[0] + 1, self.max_length - length) if self.unfinished(b) else 0

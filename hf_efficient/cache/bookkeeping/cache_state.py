@@ -55,7 +55,8 @@ class CacheState:
         them are done on all.
     last_layer: index of the group's last layer.
     over_pages: the attention reads pages though the config says "sdpa".
-    num_forwards: forwards planned since `reset`.
+    num_forwards: forwards planned since `reset`. took_part: in how many of them each layer of the group took part.
+    steady: what is the same in every `decode_step` as long as no page and no table changes its place; else None.
     plan: of the last forward. pending: the `PageHandle` of the last `update`, until the attention has used it.
     decode_plan: inside `decode_step` what the forward must look like.
     tree: bool [B, S, S] for a forward over a token tree, as in `ForwardPlan`.
@@ -68,6 +69,7 @@ class CacheState:
         self.peers = [self]
         self.last_layer: int | None = None
         self.over_pages = False
+        self.took_part: list[int] = []
         self.pool = BlockPool(block_size, num_blocks)
         # attention over compressed latents expands them after `update`, so it cannot read pages
         self.has_latents = getattr(config, "kv_lora_rank", None) is not None
@@ -83,12 +85,14 @@ class CacheState:
         self.pending = None
         self.decode_plan: DecodePlan | None = None
         self.tree: torch.Tensor | None = None
+        self.steady: tuple | None = None
         self.tables: dict[tuple[torch.device, int], DeviceTables] = {}
 
     def restore(self, snapshot: dict, column_mask: torch.Tensor | None) -> None:
         """Makes this the state that was saved. snapshot: of the pool, with `columns`. Raises ValueError where its parts
         do not belong together."""
         columns = snapshot["columns"]
+        self.steady = None
         self.pool.restore(snapshot)
         sequences, tokens = len(self.lengths), self.lengths
         if column_mask is None:
@@ -253,6 +257,7 @@ class CacheState:
         self.previous_columns = self.columns
         self.columns += width
         self.num_forwards += 1
+        self.steady = None
         self.plan = ForwardPlan(self.pool, change, starts, valid, width, dropped, self.tree)
         changes = self.pool.table_changes()
         for (device, sequences), tables in self.tables.items():

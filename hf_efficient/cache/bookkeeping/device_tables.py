@@ -35,7 +35,7 @@ class DeviceTables:
             self.columns = torch.full((), columns, dtype=torch.int64, device=device)
             self.dropped = None
             self._set_dropped(pool.dropped)
-            self._position_ids: dict[int, torch.Tensor] = {}
+            self._position_ids: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # and the offsets of new tokens
 
     def fits(self, pool: BlockPool) -> bool:
         sequences, width = self.block_table.shape
@@ -53,15 +53,19 @@ class DeviceTables:
         if changes:
             sequences, numbers, blocks = to_device(list(zip(*changes)), torch.int64, device)
             self.block_table.index_put_((sequences, numbers), blocks.int())
-        self.cache_seqlens.copy_(to_device(starts, torch.int32, device))
         self._set_dropped(dropped)
+        if device.type == "cpu":  # numpy writes few numbers faster
+            self.cache_seqlens.numpy()[:], self.columns.numpy()[()] = starts, columns
+            return
+        self.cache_seqlens.copy_(to_device(starts, torch.int32, device))
         self.columns.fill_(columns)
 
     def position_ids(self, width: int) -> torch.Tensor:
         """int64 [B, width], the positions of `width` new tokens of each sequence, in the same tensor at every call."""
         if width not in self._position_ids:
             with torch.inference_mode(False):
-                self._position_ids[width] = self.columns.new_empty(len(self.cache_seqlens), width)
-        offsets = torch.arange(width, device=self.columns.device)
+                positions = self.columns.new_empty(len(self.cache_seqlens), width)
+                self._position_ids[width] = positions, torch.arange(width, device=self.columns.device)
+        positions, offsets = self._position_ids[width]
         seen = self.cache_seqlens if self.dropped is None else self.cache_seqlens + self.dropped
-        return torch.add(seen[:, None], offsets, out=self._position_ids[width])
+        return torch.add(seen[:, None], offsets, out=positions)

@@ -29,12 +29,14 @@ class PageStore:
         block_size, Hk, Dv]. On a CPU they take memory for the blocks that were written (`lazy_zeros`).
     rows: name -> tensor [B, ...], what is kept by sequence and not by block, saved and loaded as it is. Here nothing.
     lag: tokens before the new ones whose pages a forward may still change.
+    takes_steps: every `decode_step` needs `make_ready`, and `make_room` also where the pool does not change.
     exact: the attention on a CPU has the bits of SDPA over a `DynamicCache`, where that costs little. Else it reads the
         pages where they lie, at least twice as fast.
     """
 
     lag = 0
     exact = True
+    takes_steps = False
 
     def __init__(self, capacity: int, block_size: int, key: torch.Tensor, value: torch.Tensor):
         """key [B, Hk, S, D], value [B, Hk, S, Dv]: of the shapes, dtype and device that will be stored."""

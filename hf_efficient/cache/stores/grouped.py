@@ -35,6 +35,8 @@ class GroupStore(QuantizedStore):
     rows: "key_ring" [B, R, Hk, D], "value_ring" [B, R, Hk, Dv], "quantized_seqlens" int32 [B].
     """
 
+    takes_steps = True
+
     def __init__(
         self,
         pool: BlockPool,

@@ -24,6 +24,8 @@ class TieredStore:
     on the device. `_used` are the blocks that hold tokens. Both are bool [capacity] in numpy.
     """
 
+    takes_steps = True
+
     def __init__(self, inner: PageStore, state, tiers):
         self.inner, self.state, self.tiers = inner, state, tiers
         self.capacity = inner.capacity

@@ -37,11 +37,13 @@ PACKED = "packed"
 
 
 class _Captured(NamedTuple):
-    """inputs: the tensors that the capture reads. addresses: of the cache's tensors when it was made."""
+    """inputs: the tensors that the capture reads. addresses: of the cache's tensors when it was made. layout: of the
+    cache when it was last replayed."""
 
     inputs: tuple[torch.Tensor, ...]
     addresses: list[int]
     capture: Capture
+    layout: object
 
 
 class CapturedForward:
@@ -135,19 +137,21 @@ class CapturedForward:
         """Replays the forward of `kind` on `new`, each tensor padded to `width` columns, or captures it. step: makes
         the cache's context of the forward from the tensors behind tokens and positions."""
         columns, self.is_steady = new[0].shape[-1], False
-        new = [torch.cat([x, x[..., -1:].expand(*x.shape[:-1], width - columns)], -1) for x in new]
+        if columns < width:
+            new = [torch.cat([x, x[..., -1:].expand(*x.shape[:-1], width - columns)], -1) for x in new]
         captured = self._captures.pop(kind, None)
         inputs = tuple(tensor.clone() for tensor in new) if captured is None else captured.inputs
         for static, values in zip(inputs, new):
             static.copy_(values)
         try:
             with step(inputs[2:]):
-                if captured is not None and captured.addresses == self._addresses():
-                    self._captures[kind] = captured
+                layout = self.cache.layout
+                if captured is not None and (captured.layout is layout or captured.addresses == self._addresses()):
+                    self._captures[kind] = captured._replace(layout=layout)
                     self.is_steady = True
                     return captured.capture.replay()
                 capture = self._capture(inputs)
-                self._keep(kind, _Captured(inputs, self._addresses(), capture))
+                self._keep(kind, _Captured(inputs, self._addresses(), capture, layout))
                 return capture.output
         except NotReplayable:
             if kind[0] == PACKED:

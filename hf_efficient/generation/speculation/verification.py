@@ -42,13 +42,14 @@ class Verified(NamedTuple):
     """What each sequence continues with: `tokens[b, : accepted[b] + 1]`, accepted drafts and a token of the target's.
 
     tokens: int64 [rows, width + 1], padding after that.
-    accepted: int64 [rows], 0..width.
-    path: int64 [rows, width], the indices of the accepted drafts in the proposal, ascending; padding after that.
+    accepted: int64 [rows], 0..width; None where nothing was drafted.
+    path: int64 [rows, width], the indices of the accepted drafts in the proposal, ascending; padding after that. None
+        where nothing was drafted.
     """
 
     tokens: torch.Tensor
-    accepted: torch.Tensor
-    path: torch.Tensor
+    accepted: torch.Tensor | None
+    path: torch.Tensor | None
 
 
 def verify(
@@ -86,7 +87,7 @@ def verify(
     choice = draw(scores.softmax(-1), uniforms) if do_sample else choice
     choice = argmax(scores) if choice is None else choice
     if proposal is None:
-        return Verified(choice[:, :1], torch.zeros_like(choice[:, 0]), choice[:, :0])
+        return Verified(choice if choice.shape[1] == 1 else choice[:, :1], None, None)
     if proposal.parents is not None:
         return _walk(proposal, choice)
     order, is_real = _real(proposal)

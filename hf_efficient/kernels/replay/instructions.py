@@ -54,11 +54,25 @@ class Instruction(ctypes.Structure):
 @once_a_tier
 def interpreter():
     """The compiled `hf_replay(instructions, count)`; None where there is no compiler, or the CPU is not served."""
-    library = build.load("replay", (Operand, Instruction))
+    library = _library()
     if library is None:
         return None
     library.hf_replay.argtypes, library.hf_replay.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
     return library.hf_replay
+
+
+@once_a_tier
+def word_reader():
+    """The compiled `hf_read_words(addresses, count, words)`, which keeps Python's lock; None as in `interpreter`."""
+    library = _library()
+    if library is None:
+        return None
+    kind = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
+    return kind(ctypes.cast(library.hf_read_words, ctypes.c_void_p).value)
+
+
+def _library() -> ctypes.CDLL | None:
+    return build.load("replay", (Operand, Instruction))
 
 
 def address(x: torch.Tensor) -> int:

@@ -329,3 +329,8 @@ extern "C" int64_t hf_replay(const Instruction *in, int64_t count) {
     }
     return 0;
 }
+
+// out[i] <- the word at address[i]
+extern "C" void hf_read_words(const int64_t *const *address, int64_t count, int64_t *out) {
+    for (int64_t i = 0; i < count; i++) out[i] = *address[i];
+}
