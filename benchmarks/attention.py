@@ -18,7 +18,7 @@ from gpu_timing import Benchmark, error, lowest, speedup
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
 from hf_efficient.kernels import flash_paged
-from hf_efficient.kernels.flash_paged import forward, forward_choice
+from hf_efficient.kernels.flash_paged import forward
 
 
 HIDDEN = 2048
@@ -108,7 +108,7 @@ def hopper_prefill(bench: Benchmark, length: int, batch: int, dim: int, causal: 
     copies = bench.copies_of(6 * batch * length * heads * dim)
     data = [[bench.random(batch, length, heads, dim) for _ in range(3)] for _ in range(copies)]
     work = 8 * batch * length * heads * dim, 4 * batch * heads * length**2 * dim * (0.5 if causal else 1)
-    for variant in forward_choice.VARIANTS:
+    for variant in forward.VARIANTS:
 
         def attend(i, variant=variant):
             options = dict(softmax_scale=dim**-0.5, window=(-1, 0 if causal else -1), softcap=0.0, s_aux=None)

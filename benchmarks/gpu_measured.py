@@ -27,7 +27,7 @@ FIRST_READING = {
 
 def _decode(name: str | None, block: int = 64) -> tuple[dict, dict]:
     case = dict(kernel="flash_paged decode", block=block, group=4, lengths="equal", B=16, context=32768)
-    return {**case, "format": name}, {**case, "format": None}
+    return {**case, "format": name}, {**case, "format": None, "block": 64}
 
 
 def _product(name: str, rows: int, n: int = 28672, k: int = 4096) -> tuple[dict, dict]:

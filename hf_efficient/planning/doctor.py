@@ -60,7 +60,7 @@ VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "which GPUs are seen",
     "HIP_VISIBLE_DEVICES": "which GPUs are seen",
     "TRITON_CACHE_DIR": "where compiled Triton kernels are kept",
-    "FLASH_PAGED_FORWARD": "which kernel computes prompts on compute capability 9, instead of the faster one",
+    "FLASH_PAGED_FORWARD": "which kernel computes prompts on compute capability 9: portable or warp_specialized",
     "FLASH_PAGED_DEBUG": "attention checks its arguments, and waits for the GPU to do so",
     "LD_PRELOAD": "libraries put before all others",
 }

@@ -1,14 +1,12 @@
 """The prefill kernels against float64 where sequences are longer than a tile of queries and a block of keys: blocks at
 the edges and between them, pages smaller and larger than a block, the order of programs, and the kernels for Hopper."""
 
-import contextlib
-
 import pytest
 import torch
 from paged_caches import assert_agree, cumulative, filled_cache, random
 
 from hf_efficient.kernels import flash_paged as fp
-from hf_efficient.kernels.flash_paged import forward, forward_choice, forward_launch, interface, tiles
+from hf_efficient.kernels.flash_paged import forward, forward_launch, interface, tiles
 
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
@@ -202,9 +200,10 @@ def test_hopper(kernel_device, queries, keys, dim, causal, dtype):
 def test_hopper_varlen(kernel_device):
     hopper_or_skip(kernel_device)
     made = {"dtype": torch.float16, "device": kernel_device}
-    q = random(sum(LENGTHS_Q), 1, 64, **made)
-    k, v = random(sum(LENGTHS_K), 1, 64, **made), random(sum(LENGTHS_K), 1, 64, **made)
-    lengths = {"cu_seqlens_q": LENGTHS_Q, "cu_seqlens_k": LENGTHS_K}
+    queries, keys = (*LENGTHS_Q, 0), (*LENGTHS_K, 9)  # the last sequence begins behind the queries
+    q = random(sum(queries), 1, 64, **made)
+    k, v = random(sum(keys), 1, 64, **made), random(sum(keys), 1, 64, **made)
+    lengths = {"cu_seqlens_q": queries, "cu_seqlens_k": keys}
     starts = {name: cumulative(held, kernel_device) for name, held in lengths.items()}
     chosen = {"softmax_scale": 0.2, "causal": True, "return_attn_probs": True}
     expected = fp.flash_attn_varlen_func_reference(q.double(), k, v, *starts.values(), 150, 256, **chosen)
@@ -229,40 +228,25 @@ def test_hopper_says_what_it_cannot(kernel_device):
         launch(q, q, q, 128, True, "cutlass")
 
 
-@pytest.mark.parametrize(
-    "times, wrong, chosen",
-    [((2.0, 1.0), False, "warp_specialized"), ((1.0, 2.0), False, "portable"), ((2.0, 1.0), True, "portable")],
-)
-def test_hopper_takes_the_faster_variant(kernel_device, monkeypatch, times, wrong, chosen):
-    """Once for each kind of call, by time; and the portable one where the other computes something else."""
+def test_hopper_where_the_environment_names_it(kernel_device, monkeypatch):
+    """Where it can compute the call; the portable kernel serves the others."""
     hopper_or_skip(kernel_device)
-    q = random(1, 140, 2, 64, dtype=torch.float16, device=kernel_device)
-    options, left = {"causal": True, "return_attn_probs": True}, list(times)
+    q, launched = random(1, 140, 2, 64, dtype=torch.float16, device=kernel_device), []
 
-    def seconds(run):
-        run()
-        return left.pop(0)
+    def attend_hopper(*tensors, attend=forward.forward_hopper.attend_hopper, **options):
+        launched.append(tensors[0].shape[1])
+        attend(*tensors, **options)
 
-    def attend_hopper(q, k, v, out, *others, attend=forward.forward_hopper.attend_hopper, **options):
-        attend(q, k, v, out, *others, **options)
-        launched.append("warp_specialized")
-        out.add_(float(wrong))
-
-    launched = []
-    monkeypatch.setattr(forward, "gpu_kind", lambda device: "sm_90")
     monkeypatch.setattr(forward.forward_hopper, "attend_hopper", attend_hopper)
-    for name, value in (("seconds", seconds), ("_chosen", {}), ("NAMED", None)):
-        monkeypatch.setattr(forward_choice, name, value)
-    expected = fp.flash_attn_func_reference(q.double(), q, q, **options)
-    check(fp.flash_attn_func(q, q, q, **options), expected)
-    assert not launched, "too small to be timed"
-    monkeypatch.setattr(forward_choice, "LEAST_OPERATIONS", 0.0)
-    with pytest.warns(UserWarning, match="differ") if wrong else contextlib.nullcontext():
-        check(fp.flash_attn_func(q, q, q, **options), expected)
-    assert list(forward_choice._chosen.values()) == [chosen] and not left
-    launched.clear()
-    check(fp.flash_attn_func(q, q, q, **options), expected)
-    assert launched == [chosen] * (chosen == "warp_specialized")
+    for name, expected in ((None, []), ("portable", []), ("warp_specialized", [140])):
+        monkeypatch.setattr(forward, "NAMED", name)
+        for options in ({"causal": True}, {"causal": True, "softcap": 2.0}):
+            options["return_attn_probs"] = True
+            check(fp.flash_attn_func(q, q, q, **options), fp.flash_attn_func_reference(q.double(), q, q, **options))
+        assert launched == expected
+    monkeypatch.setattr(forward, "NAMED", "cutlass")
+    with pytest.raises(ValueError, match="FLASH_PAGED_FORWARD is 'cutlass'"):
+        fp.flash_attn_func(q, q, q)
 
 
 @pytest.mark.gpu

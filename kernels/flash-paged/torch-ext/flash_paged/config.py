@@ -163,9 +163,8 @@ def codes_config(head_dim: int, rows: int, tokens: int, backend: str | None = No
     """Arguments as of `decode_config`. tokens: of a group that shares a key scale, 0 for 8 bits.
 
     The sums of a warp take its registers, so heads of more than 128 channels get 8 rows; AMD's matrix instructions have
-    16. Keys of 4 and 2 bits take so few registers that a warp has 32, and two warps a group of 64. With 168 or 200
-    registers, for twelve or ten warps a multiprocessor, about a twentieth of the instructions of the loop over pages
-    spills; what spills besides is of the loop over the ring and of the end of a lane."""
+    16. Keys of 4 and 2 bits take so few registers that a warp has 32, and two warps a group of 64. No loop spills;
+    what spills is at the end of a lane."""
     if (backend or ("amd" if torch.version.hip else "nvidia")) == "amd":
         return CodesConfig(16)
     if head_dim > 128:

@@ -7,13 +7,14 @@ Head dims that are no power of two are computed in two parts (96 = 64 + 32, see 
 multiply few zeros.
 """
 
+import os
+
 import torch
 import triton
 import triton.language as tl
 
-from . import forward_choice, forward_hopper
+from . import forward_hopper
 from .config import forward_config, gpu_kind, launch_device
-from .forward_choice import VARIANTS
 from .forward_launch import lse_strides, most_are_empty, packed_tiles, pairs_a_section, token_strides
 from .tiles import (
     cap_scores,
@@ -27,6 +28,10 @@ from .tiles import (
     split_dim,
     subtract_alibi,
 )
+
+
+VARIANTS = ("portable", "warp_specialized")
+NAMED = os.environ.get("FLASH_PAGED_FORWARD")  # the variant for prompts that it can compute
 
 
 @triton.jit
@@ -218,10 +223,10 @@ def attend(
     pages with block_table. window -1 is no limit. alibi_slopes is float32 [Hq] or [B, Hq]. softmax_lse is float32 [B,
     Hq, Sq], or [Hq, Tq] with cu_seqlens_q: natural logarithm, sinks included, -inf for a query that sees nothing.
     variant: "portable" (`forward_kernel`) or "warp_specialized" (forward_hopper.py; ValueError where it cannot). None
-    takes what forward_choice.py chooses where both can, else the portable kernel. fewest: with more than 0 packed
+    takes what FLASH_PAGED_FORWARD names where it can, else the portable kernel. fewest: with more than 0 packed
     sequences of fewer queries keep the results that `into` holds.
     """
-    for name, given in (("variant", variant), ("FLASH_PAGED_FORWARD", forward_choice.NAMED)):
+    for name, given in (("variant", variant), ("FLASH_PAGED_FORWARD", NAMED)):
         if given not in (None, *VARIANTS):
             raise ValueError(f"{name} is {given!r}: allowed are {VARIANTS} or None")
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
@@ -260,24 +265,17 @@ def attend(
                 SEARCH=is_mixed, EDGE=edge, num_warps=config.num_warps, num_stages=config.num_stages,
             )  # fmt: skip
 
-    def run(chosen: str) -> None:
-        if chosen == "portable":
-            return launch(lse, 0)
-        sums = torch.empty(lse_shape, dtype=torch.float32, device=q.device) if lse is None else lse
-        launch(sums, forward_hopper.CONFIG.block_n)
-        lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        options = {"softmax_scale": softmax_scale, "causal": window[1] == 0}
-        forward_hopper.attend_hopper(q, k, v, out, sums, max_seqlen_q, **options, **lengths)
-
-    chosen = variant or "portable"
-    if variant == "warp_specialized" or (variant is None and kind == "sm_90"):
+    if (variant or NAMED) == "warp_specialized":
         plain = not (softcap or paged or is_mixed) and s_aux is None and alibi_slopes is None and cache_seqlens is None
         reason = forward_hopper.obstacle(q, k, v, max_seqlen_q, window, plain)
         if variant is not None and reason is not None:
             raise ValueError(f"variant {variant!r} cannot compute this: {reason}")
-        if variant is None and reason is None:
-            operations = 4.0 * q.shape[:-1].numel() * head_dim * keys / (1 if cu_seqlens_k is None else batch)
-            call = (q.device, q.dtype, head_dim, window[1] == 0, cu_seqlens_q is not None)
-            chosen = forward_choice.NAMED or forward_choice.choose(call, operations, out, run)
-    run(chosen)
+        if reason is None:
+            sums = torch.empty(lse_shape, dtype=torch.float32, device=q.device) if lse is None else lse
+            launch(sums, forward_hopper.CONFIG.block_n)
+            lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+            options = {"softmax_scale": softmax_scale, "causal": window[1] == 0}
+            forward_hopper.attend_hopper(q, k, v, out, sums, max_seqlen_q, **options, **lengths)
+            return out, lse
+    launch(lse, 0)
     return out, lse

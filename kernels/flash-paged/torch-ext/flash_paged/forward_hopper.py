@@ -33,10 +33,12 @@ def hopper_kernel(
     if cu_seqlens_q is not None:
         first_q = tl.load(cu_seqlens_q + sequence)
         seqlen_q = tl.load(cu_seqlens_q + sequence + 1) - first_q
+        first_q = tl.where(seqlen_q > 0, first_q, 0)  # an empty last sequence would begin behind the tensor
     first_k = 0
     if cu_seqlens_k is not None:
         first_k = tl.load(cu_seqlens_k + sequence)
         seqlen_k = tl.load(cu_seqlens_k + sequence + 1) - first_k
+        first_k = tl.where(seqlen_k > 0, first_k, 0)
     first_m = tile * BLOCK_M
 
     kv_head = (head // GROUP).to(tl.int64)
