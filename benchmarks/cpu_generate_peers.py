@@ -78,7 +78,8 @@ def measure(workers: dict[str, Worker], texts, case: str, repeats: int) -> dict[
     """Engine -> its row of the case."""
     batch, prompt, new = parts(case)
     calls, failed = {name: [] for name in workers}, {}
-    ask = dict(ids=texts.rows(batch, prompt), new=new, stop=new, end=None, patience=60.0, lookup=False)
+    ids = [texts.ids[row * prompt :][:prompt] for row in range(batch)]
+    ask = dict(ids=ids, new=new, stop=new, end=None, patience=60.0, lookup=False)
     for turn in range(-1, repeats):
         for name, worker in workers.items():
             if name in failed or (name == "llama.cpp" and batch > 1):
