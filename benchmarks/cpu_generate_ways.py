@@ -273,12 +273,12 @@ def work(way: str, folder: str, threads: int) -> None:
 
 
 class Worker:
-    """A process of `way`. What it first answers is how loading went."""
+    """A process of `way`. What it first answers is how loading went. program: another Python and script than ours."""
 
-    def __init__(self, way: str, folder: str, threads: int, **environment: str):
+    def __init__(self, way: str, folder: str, threads: int, program=(sys.executable, __file__), **environment: str):
         self.started, self.rate, self.errors = time.perf_counter(), 0.0, tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
-            [sys.executable, __file__, way, str(folder), str(threads)],
+            [*program, way, str(folder), str(threads)],
             env={**os.environ, "OMP_NUM_THREADS": str(threads), **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

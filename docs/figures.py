@@ -42,6 +42,16 @@ DECODERS = {
     "ours FP8": "**hf_efficient**, FP8",
     "ours BitNet": "**hf_efficient**, BitNet",
 }
+ENGINES = (
+    "ours bf16",
+    "ours int4",
+    "ours int4, int8 head",
+    "ours W8A8",
+    "llama.cpp",
+    "OpenVINO",
+    "ONNX Runtime",
+    "vLLM",
+)
 TIERS = {  # contender in cpu_tiers.json -> what a reader calls it
     "torch, AVX2": "`torch`, on a CPU with AVX2 alone",
     "no compiler": "no compiler: torch's operators",
@@ -93,6 +103,22 @@ def fresh() -> str:
             cells.append(f"{row['peak_memory_bytes'] / 1e6:,.0f}" if "peak_memory_bytes" in row else "")
             rows.append([DECODERS[way] + "".join(f", saved{part}" for part in how), *cells])
     return markdown("a new process | first token, s | 32 tokens, s | peak memory, MB", "lrrr", rows)
+
+
+def engines() -> str:
+    """generate() on a CPU beside engines with environments of their own."""
+    results, rows = load("cpu_generate_peers")["results"], []
+    names = {name: label for name, label in DECODERS.items() if name in ENGINES}
+    names |= {name: name for name in ENGINES if name not in names}
+    for case, run in dict.fromkeys((row["case"], row["run"]) for row in results):
+        found = {row["way"]: row for row in results if (row["case"], row["run"]) == (case, run)}
+        shape, _, new = case.partition("+")
+        batch, prompt = shape.split("x")
+        key, scale = ("decode_tokens_per_s", 1) if new else ("first_token_s", 1e3)
+        what = f"{'decode, tokens/s' if new else 'first token, ms'}: {batch} × {prompt}"
+        cells = [found[name].get(key) if name in found else None for name in names]
+        rows.append([what, *("" if cell is None else f"{cell * scale:,.0f}" for cell in cells)])
+    return markdown(" | ".join(["sequences × prompt", *names.values()]), "l" + "r" * len(names), rows)
 
 
 def tiers() -> str:
@@ -214,6 +240,7 @@ FIGURES = {
     "choose": choose,
     "larger": larger,
     "decode": decode,
+    "engines": engines,
     "tiers": tiers,
     "tier_rows": tier_rows,
     "cache": cache,
