@@ -11,8 +11,7 @@ has two, which reads the same encoder's output; in a fifth of the rows of its he
 
 Encoder outputs are given, and no call runs an encoder. `decoding` is the seconds of a call less those of a call for
 three tokens (the prompt, with the keys and values of cross attention, those of the draft too), a token of each
-sequence. All ways take turns. Records
-of other shapes, dtypes and batches stay in the file.
+sequence. All ways take turns. Records of other shapes, dtypes and batches stay in the file.
 """
 
 import functools
