@@ -38,17 +38,18 @@ def copying() -> list[str]:
 
 
 def long_contexts(tokenizer) -> list[str]:
-    """Prompts of about 2,048 tokens."""
+    """Prompts of 1,800 to 2,010 tokens, whose answers end before 2,300."""
 
     def last(text: str, tokens: int) -> str:
         return tokenizer.decode(tokenizer(text)["input_ids"][-tokens:])
 
     news = [story for story in samples.sample_text("news").split("\n\n") if 800 < len(story) < 1300]
+    others = "\n\n".join(news[20:34])
     code, function = inspect.getsource(shlex), textwrap.dedent(inspect.getsource(colorsys.rgb_to_hls))
     ask = "Output the function {} with type annotations added. Show all of its code."
     spelling = "Write this text again and correct its spelling where it is wrong."
     return [
-        f"```python\n{last(code, 1720)}\n\n{function}```\n\n{ask.format('rgb_to_hls')}",
-        f"```python\n{last(inspect.getsource(textwrap), 1970)}```\n\n{ask.format('shorten')}",
-        f"{last(chr(10).join(news[20:34]), 1800)}\n\n{spelling}\n\n{news[2]}",
+        f"```python\n{last(code, 1700)}\n\n{function}```\n\n{ask.format('rgb_to_hls')}",
+        f"```python\n{last(inspect.getsource(textwrap), 1750)}```\n\n{ask.format('shorten')}",
+        f"{last(others, 1740)}\n\n{spelling}\n\n{news[2]}",
     ]
