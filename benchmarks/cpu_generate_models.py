@@ -41,7 +41,7 @@ class Texts:
         return [self.ids[row * 1024 :][:prompt] for row in range(batch)]
 
     def copying(self) -> list[list[int]]:
-        from speculation import copying
+        from speculation_texts import copying
 
         chats = [[{"role": "user", "content": prompt}] for prompt in copying()]
         return [self.tokenizer.apply_chat_template(c, add_generation_prompt=True)["input_ids"] for c in chats]

@@ -2,12 +2,14 @@
 (summarise, rewrite, edit code) and on open chat. Writes benchmarks/results/speculation_cpu.json.
 
     python benchmarks/speculation.py [--quick] [--bits 4] [--threads 2] [--repeats 5] [--prompts 8] [--heads FOLDER]
-        [--parts copying-1 copying-8 chat-1 chat-8] [--ways NAME ...] [--output FILE]
+        [--parts copying-1 copying-8 long-1 chat-1 chat-8] [--ways NAME ...] [--output FILE]
 
-Prompts: the copying ones were chosen by the answers of plain decoding, before anything was timed: at least half of the
-tokens of each answer stand in the prompt within 8 tokens in a row (`copied`). `ceiling` bounds the tokens per step of
-any lookup: after each token it drafts whole the longest right continuation of at least 3 tokens that stands anywhere in
-the text so far. Batch 1 runs the prompts one by one, batch 8 all of a kind at once.
+Prompts: the copying ones, and those of about 2,048 tokens (`long`), were chosen by the answers of plain decoding,
+before anything was timed: at least half of the tokens of each answer stand in the prompt within 8 tokens in a row
+(`copied`).
+`ceiling` bounds the tokens per step of any lookup: after each token it drafts whole the longest right continuation of
+at least 3 tokens that stands anywhere in the text so far. Batch 1 runs the prompts one by one, batch 8 all of a kind at
+once.
 
 Ways to generate, greedy, whole calls of generate() with the prefill:
 - generate: without a drafter.
@@ -34,18 +36,15 @@ measurement: Llama-3.1-8B in bfloat16, with the acceptance and the drafts of thi
 whose products take as long as reading the weights, by the data sheet; drafters on the host take their seconds of here,
 heads and models their share c. `speedup` is tokens per step by v + c.
 
-With --parts the other parts stay in the file, if they are of the same commit, model and prompts.
+With --parts and --ways the other records stay in the file, if they are of the same commit, model and prompts.
 """
 
-import colorsys
 import copy
 import functools
-import inspect
 import itertools
 import json
 import os
 import statistics
-import textwrap
 import time
 from pathlib import Path
 
@@ -53,6 +52,7 @@ import harness
 import torch
 from harness import load, rounded
 from speculation_model import add_model
+from speculation_texts import CHAT, copying, long_contexts
 
 import hf_efficient
 from hf_efficient.evaluation import environment, samples
@@ -61,36 +61,10 @@ from hf_efficient.generation.ragged_model import RaggedModel
 
 
 GUESSES, THEIRS = 32, (10, 32)  # prompt_lookup_num_tokens: as many as we may, and what transformers always takes
-NEW = {"copying": 512, "chat": 128}  # tokens at most: of the copying answers all but one end before
-PARTS = ("copying-1", "copying-8", "chat-1", "chat-8")
+# Tokens at most: of the copying answers all but one end before.
+NEW = {"copying": 512, "long": 256, "chat": 128}
+PARTS = ("copying-1", "copying-8", "long-1", "chat-1", "chat-8")
 COUNTED = ("draft_seconds", "verify_seconds", "host_seconds")
-CHAT = (
-    "Why is the sky blue? Explain it to a child.",
-    "Write a short story about a lighthouse keeper who finds a letter.",
-    "What should I think about before I adopt a dog?",
-    "Give me three ideas for a birthday party in winter and describe each of them.",
-    "How do vaccines work?",
-    "Describe a walk through an old city at night.",
-    "What is the difference between a virus and a bacterium?",
-    "Write a letter to a friend who has just moved to another country.",
-)
-
-
-def copying() -> list[str]:
-    news = [story for story in samples.sample_text("news").split("\n\n") if 800 < len(story) < 1300]
-    code = [
-        textwrap.dedent(inspect.getsource(each)) for each in (textwrap.shorten, colorsys.rgb_to_hls, textwrap.indent)
-    ]
-    return [
-        f"Summarise this text in a few sentences.\n\n{news[7]}",
-        f"Which sentences of this text matter most? Quote them.\n\n{news[1]}",
-        f"Write this text again and correct its spelling where it is wrong.\n\n{news[2]}",
-        f"{news[8]}\n\nWrite the text above again, word for word, with its spelling mistakes corrected.",
-        f"Repeat this text with the first sentence left out.\n\n{news[4]}",
-        f"Add type annotations to this function and show all of it.\n\n```python\n{code[0]}```",
-        f"Output this function with type annotations added. Show all of the code.\n\n```python\n{code[1]}```",
-        f"Output this function with type annotations added. Show all of the code.\n\n```python\n{code[2]}```",
-    ]
 
 
 def copied(prompt: list[int], answer: list[int], run: int = 8) -> float:
@@ -295,6 +269,12 @@ def goals(lines: list[dict]) -> list[tuple]:
         )
         for kind in ("copying", "chat")
     ]
+    if ("long", 1, "prompt_lookup") in found:
+        measured = found["long", 1, "prompt_lookup"]["decoding_ratio"]
+        rows.append(("prompt_lookup over plain decoding after prompts of 2,048 tokens, batch 1", 2.5, measured))
+    if ("copying", 8, "prompt_lookup") in found:
+        measured = found["copying", 8, "prompt_lookup"]["decoding_ratio"]
+        rows.append(("prompt_lookup over plain decoding, copying, batch 8, without the prompts", 2.0, measured))
     host = [line["host_share"] for line in lines if line["batch"] == 8 and "host_share" in line]
     rows.append(
         ("share of a step that is not the host's, batch 8, the worst way", 0.95, 1 - max(host) if host else None)
@@ -313,13 +293,17 @@ def traits_of(batches: list[dict], outputs: list, end: int) -> dict:
     return {"copied": shares, "ceiling": most}
 
 
-def others(output: Path, settings: dict, about: dict, parts: list[str]) -> tuple[list[dict], dict]:
-    """The records and answers of the other parts that `output` holds from before."""
+def others(output: Path, settings: dict, about: dict, parts: list[str], ways) -> tuple[list[dict], dict]:
+    """The records and answers of the other parts and ways that `output` holds from before."""
     before = harness.read(output, {})
     same = bool(before) and before["environment"].get("commit") == about.get("commit")
     if not same or any(before.get(name) != value for name, value in settings.items()):
         return [], {}
-    records = [r for r in before["records"] if f"{r['prompts']}-{1 if r['batch'] == 1 else 8}" not in parts]
+    records = [
+        record
+        for record in before["records"]
+        if f"{record['prompts']}-{1 if record['batch'] == 1 else 8}" not in parts or record["way"] not in ways
+    ]
     return records, {part: value for part, value in before["answers"].items() if part not in parts}
 
 
@@ -340,15 +324,16 @@ def main() -> None:
     output = options.output or harness.RESULTS / f"speculation_cpu{'_int4' if options.bits == 4 else ''}.json"
     settings = {"bits": options.bits, "prompts_at_batch_1": options.prompts}
     about = environment.describe()
-    lines, traits = others(output, settings, about, options.parts)
     tokenizer = harness.tokenizer(padding_side="left")
     found, noted = ways_to_generate(options.heads, options.bits)
     if options.ways:
-        found = {name: way for name, way in found.items() if name in (*options.ways, "generate", "transformers")}
+        found = {name: way for name, way in found.items() if name in (*options.ways, "generate")}
+    lines, traits = others(output, settings, about, options.parts, found)
     for part in options.parts:
         kind, size = part.split("-")
         new = 16 if options.quick else NEW[kind]
-        chats = [[{"role": "user", "content": prompt}] for prompt in (copying() if kind == "copying" else CHAT)]
+        texts = {"copying": copying, "long": lambda: long_contexts(tokenizer), "chat": lambda: CHAT}[kind]()
+        chats = [[{"role": "user", "content": prompt}] for prompt in texts]
         template = dict(add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True)
         chats = chats[-3:] if options.quick else chats
         size = 1 if size == "1" else len(chats)
@@ -361,7 +346,7 @@ def main() -> None:
         speed = {line["way"]: line["tokens_per_s"]["median"] for line in some}
         decoded = next(line["decoded_tokens_per_s"] for line in some if line["way"] == "generate")
         for line in some:
-            plain = ("generate", "transformers")
+            plain = [name for name in ("generate", "transformers") if name in speed]
             line["ratio"] = {name: speed[line["way"]] / speed[name] for name in plain}
             if "decoded_tokens_per_s" in line:
                 line["decoding_ratio"] = line["decoded_tokens_per_s"] / decoded

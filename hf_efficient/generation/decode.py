@@ -80,7 +80,21 @@ def _can_share_cache(request: GenerationRequest) -> bool:
     return request.batch_size <= MAX_TOKENS and not (mask is not None and bool((mask == 0).any()))
 
 
+def _pause(request: GenerationRequest):
+    """The `AcceptanceStatistics` of a drafter that reads hidden states and whose pause outlasts a greedy call, which
+    can do without them; else None."""
+    drafter, speculation = request.drafter, request.speculation
+    if drafter is None or not drafter.reads_hidden or not speculation.adapts or request.generation_config.do_sample:
+        return None
+    known = model_state.state_of(request.model).drafter(speculation.remembered_by).statistics
+    statistics = known.get(request.batch_size)
+    steps = request.max_length - request.input_ids.shape[1]
+    return statistics if statistics is not None and statistics.steps_to_trial > steps else None
+
+
 def _run_over_pool(request: GenerationRequest, version: model_state.ModelVersion | None):
+    if (pause := _pause(request)) is not None:
+        request = request.without_drafter()
     model = request.model
     with torch.inference_mode(False), torch.no_grad():  # inference mode hides the operators of a forward from captures
         version = version or model_state.current(model)
@@ -93,7 +107,7 @@ def _run_over_pool(request: GenerationRequest, version: model_state.ModelVersion
             source_tokens=None if request.source is None else request.source.tokens,
         )
         is_unchanged = version.snapshot.is_unchanged if entry.is_capturable and _runs_users_code(request) else None
-        output, captured = _run(request, entry, is_unchanged)
+        output, captured = _run(request, entry, is_unchanged, pause)
         if request.returns_dict and request.replaces_sample:
             output = as_transformers(output, request.cache)
         elif request.returns_dict and entry.is_capturable:  # the caller gets a cache that grows
@@ -104,8 +118,9 @@ def _run_over_pool(request: GenerationRequest, version: model_state.ModelVersion
     return output
 
 
-def _run(request: GenerationRequest, entry: PoolEntry, is_unchanged=None):
-    """What `generate()` returns, and what was captured over the cache of `entry`. is_unchanged: as in `RaggedModel`."""
+def _run(request: GenerationRequest, entry: PoolEntry, is_unchanged=None, pause=None):
+    """What `generate()` returns, and what was captured over the cache of `entry`. is_unchanged: as in `RaggedModel`.
+    pause: of the drafter that is left out."""
     cache, drafter, sequences = entry.cache, request.drafter, request.sequences()
     target = ragged_model(
         request.model,
@@ -123,6 +138,8 @@ def _run(request: GenerationRequest, entry: PoolEntry, is_unchanged=None):
     loop = SpeculativeLoop(request, sequences, target, _draft_length(request, target), keeps_finished)
     loop.run(logits)
     ids = sequences.finish()
+    if pause is not None:
+        pause.steps_to_trial = max(1, pause.steps_to_trial - loop.statistics.steps)
     loop.statistics.log(sequences.generated)
     if not returns_dict:
         return ids, target.captured

@@ -1,7 +1,7 @@
 """One call of `generate()`, from its arguments to the loop."""
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -73,6 +73,12 @@ class GenerationRequest:
     @functools.cached_property
     def drafter(self) -> Drafter | None:
         return None if self.speculation is None else self.speculation.drafter(self.tokenizers)
+
+    def without_drafter(self) -> "GenerationRequest":
+        """The same request, decoded token by token."""
+        other = replace(self)
+        other.__dict__.update(speculation=None, drafter=None)
+        return other
 
     @property
     def most_tokens(self) -> int:

@@ -7,6 +7,7 @@ from helpers import left_padded_batch, tiny_model
 from oracle import Oracle
 
 from hf_efficient import EagleHead, TokenRecycling, enable_speculation
+from hf_efficient.generation import model_state
 from hf_efficient.generation.loop import SpeculativeLoop
 from hf_efficient.generation.replay.captured_forward import PACKED_WIDTHS, packed_width
 from hf_efficient.generation.speculation.latency_model import LatencyModel
@@ -103,3 +104,16 @@ def test_broken_promises_and_costs_end_drafts():
     dear = policy(2, 2.0)
     dear.depths([50, 50])
     assert dear.trim(drafted(0.5, 0.5)) is None
+
+
+def test_a_call_within_a_pause_reads_no_hidden_states(monkeypatch):
+    """A drafter that does not pay costs nothing: its calls are plain ones, and count towards its next trial."""
+    target, inputs = enable_speculation(tiny_model("llama")), left_padded_batch([3, 5])
+    heads, options = EagleHead.for_model(target, 64), dict(max_new_tokens=6, do_sample=False)
+    plain = target.generate(**inputs, **options)
+    target.generate(**inputs, **options, assistant_model=heads)
+    known = model_state.state_of(target).drafter(heads).statistics[2]
+    known.steps_to_trial = 20
+    monkeypatch.setattr(EagleHead, "begin", None)
+    assert torch.equal(target.generate(**inputs, **options, assistant_model=heads), plain)
+    assert known.steps_to_trial == 15

@@ -128,8 +128,13 @@ class AssistantDrafter(Drafter):
         limit = torch.tensor(limits, device=sequences.device)
         confident = torch.ones_like(limit, dtype=torch.bool)
         counts, tokens, confidences, distributions = torch.zeros_like(limit), [], [], []
+        reads_scores = self.tree or do_sample or self.threshold > 0 or sequences.needs_scores
         for step in range(width):
-            scores = self._scores(fed, first, step)[:, 0]
+            logits, token = self._logits(fed, first), None
+            if not reads_scores:
+                token = argmax(logits) if self.runner.argmax is None else self.runner.argmax[:, -1:].clone()
+                token = token.to(sequences.device)
+            scores = sequences.process(logits, step)[:, 0] if token is None else None
             if pending > min(done):
                 self.runner.rewind([total + step for total in done])
             if self.tree and not sequences.processors_read_ids and self.runner.takes_trees:
@@ -139,7 +144,7 @@ class AssistantDrafter(Drafter):
                 distribution = scores.softmax(-1)
                 token = torch.multinomial(distribution, 1)
                 distributions.append(distribution)
-            else:
+            elif token is None:
                 token = argmax(scores)[:, None]
             tokens.append(token)
             if self.threshold > 0 or self.tree:  # a sum over the vocabulary, which takes as long as small layers
@@ -160,14 +165,16 @@ class AssistantDrafter(Drafter):
         confidence = torch.stack(confidences, 1).cumprod(1) if self.tree else None
         return Proposal(torch.cat(tokens, 1), counts, probabilities, confidence=confidence)
 
-    def _scores(self, fed: torch.Tensor, first: list[int], offset: int, keep: int = 1, tree=None) -> torch.Tensor:
-        """Scores after the logits processors, [rows, keep, target vocabulary], of what follows the last `keep` columns
-        of `fed`, which stand `offset` positions behind each sequence's last token. Else as in `RaggedModel`."""
-        logits = self.runner(fed, first, keep=keep, tree=tree)[..., : self.vocabulary].to(self.sequences.device)
-        if logits.shape[-1] < self.vocabulary:
-            missing = self.vocabulary - logits.shape[-1]
+    def _logits(self, fed: torch.Tensor, first: list[int], keep: int = 1, tree=None) -> torch.Tensor:
+        """Logits [rows, keep, target vocabulary] of what follows the last `keep` columns of `fed`. Else as in
+        `RaggedModel`."""
+        logits = self.runner(fed, first, keep=keep, tree=tree)
+        missing = self.vocabulary - logits.shape[-1]
+        if missing < 0:
+            logits, self.runner.argmax = logits[..., : self.vocabulary], None
+        if missing > 0:
             logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
-        return self.sequences.process(logits, offset)
+        return logits.to(self.sequences.device)
 
     def _grow(self, scores: torch.Tensor, done: list[int], limits: list[int], nodes: int) -> Proposal | None:
         """A tree, from the scores [rows, vocabulary] of each sequence's next token. Each depth is one forward of the
@@ -196,7 +203,8 @@ class AssistantDrafter(Drafter):
             at = torch.arange(read.shape[1] - chosen.shape[1], read.shape[1], device=device).expand_as(chosen)
             self.runner.rewind(first)
             on_device = fed.to(self.model.device)
-            following = self._scores(on_device, first, depth, chosen.shape[1], ancestors(read)).softmax(-1)
+            logits = self._logits(on_device, first, chosen.shape[1], ancestors(read))
+            following = self.sequences.process(logits, depth).softmax(-1)
         self.runner.rewind(done)
         candidates = (torch.cat(part, 1).cpu().numpy() for part in (tokens, confidence, parents))
         return best_first(*candidates, np.array(depths), limits, nodes, self.sequences.device)

@@ -78,7 +78,7 @@ class DraftLengthPolicy:
 
     def skips_call(self, steps: int) -> bool:
         """Whether the drafter's pause outlasts a call of `steps` steps: no draft is made, and no prompt read for it."""
-        self.is_off = self.timed and self.statistics.steps_to_trial > steps and not self._is_cheap(1)
+        self.is_off = self.timed and self.statistics.steps_to_trial > steps and not self._is_cheap(1, CHEAP_DRAFT)
         return self.is_off
 
     def depths(self, limits: list[int]) -> list[int]:
@@ -240,9 +240,11 @@ class DraftLengthPolicy:
         prior = self.statistics.acceptance * PRIOR_TOKENS
         return (sum(self.accepted) + prior) / (sum(self.proposed) + PRIOR_TOKENS)
 
-    def _is_cheap(self, depth: int) -> bool:
+    def _is_cheap(self, depth: int, share: float | None = None) -> bool:
         seconds = self.statistics.draft_seconds.at(depth)
-        return self.has_confidence and seconds < self.cheap_draft * self.forward_seconds.at(len(self.accepted))
+        return self.has_confidence and seconds < (share or self.cheap_draft) * self.forward_seconds.at(
+            len(self.accepted)
+        )
 
     def _steps_between_probes(self, depth: int) -> int:
         plain = self.forward_seconds.at(len(self.accepted))

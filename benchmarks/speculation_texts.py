@@ -1,0 +1,55 @@
+"""The prompts of benchmarks/speculation.py."""
+
+import colorsys
+import inspect
+import shlex
+import textwrap
+
+from hf_efficient.evaluation import samples
+
+
+CHAT = (
+    "Why is the sky blue? Explain it to a child.",
+    "Write a short story about a lighthouse keeper who finds a letter.",
+    "What should I think about before I adopt a dog?",
+    "Give me three ideas for a birthday party in winter and describe each of them.",
+    "How do vaccines work?",
+    "Describe a walk through an old city at night.",
+    "What is the difference between a virus and a bacterium?",
+    "Write a letter to a friend who has just moved to another country.",
+)
+
+
+def copying() -> list[str]:
+    news = [story for story in samples.sample_text("news").split("\n\n") if 800 < len(story) < 1300]
+    code = [
+        textwrap.dedent(inspect.getsource(each)) for each in (textwrap.shorten, colorsys.rgb_to_hls, textwrap.indent)
+    ]
+    return [
+        f"Summarise this text in a few sentences.\n\n{news[7]}",
+        f"Which sentences of this text matter most? Quote them.\n\n{news[1]}",
+        f"Write this text again and correct its spelling where it is wrong.\n\n{news[2]}",
+        f"{news[8]}\n\nWrite the text above again, word for word, with its spelling mistakes corrected.",
+        f"Repeat this text with the first sentence left out.\n\n{news[4]}",
+        f"Add type annotations to this function and show all of it.\n\n```python\n{code[0]}```",
+        f"Output this function with type annotations added. Show all of the code.\n\n```python\n{code[1]}```",
+        f"Output this function with type annotations added. Show all of the code.\n\n```python\n{code[2]}```",
+    ]
+
+
+def long_contexts(tokenizer) -> list[str]:
+    """Prompts of 1,800 to 2,010 tokens, whose answers end before 2,300."""
+
+    def last(text: str, tokens: int) -> str:
+        return tokenizer.decode(tokenizer(text)["input_ids"][-tokens:])
+
+    news = [story for story in samples.sample_text("news").split("\n\n") if 800 < len(story) < 1300]
+    others = "\n\n".join(news[20:34])
+    code, function = inspect.getsource(shlex), textwrap.dedent(inspect.getsource(colorsys.rgb_to_hls))
+    ask = "Output the function {} with type annotations added. Show all of its code."
+    spelling = "Write this text again and correct its spelling where it is wrong."
+    return [
+        f"```python\n{last(code, 1700)}\n\n{function}```\n\n{ask.format('rgb_to_hls')}",
+        f"```python\n{last(inspect.getsource(textwrap), 1750)}```\n\n{ask.format('shorten')}",
+        f"{last(others, 1740)}\n\n{spelling}\n\n{news[2]}",
+    ]
