@@ -7,6 +7,7 @@
 
 #if BF16_DOT && !AMX
 constexpr int64_t PANEL = 48;  // rows of W that a thread takes at once
+constexpr int64_t MOST_BLOCKS = REGISTERS < 32 ? 1 : TILE_BLOCKS;  // of 16 rows of x that share a load of W
 
 // sums[m][b] <- M rows of w [M][ld pairs] times tile [ld pairs][N], which holds N blocks of 16 rows of x
 template <int M, int N>
@@ -39,7 +40,7 @@ static void panel_products(int64_t count, const uint32_t *w, int64_t ld, const F
 static void dense_tiles(const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, int64_t rows,
                         int64_t columns, int64_t width) {
     const Output out = {y, bias, columns, false};
-    const int64_t blocks = ceil_div(rows, LANES), groups = ceil_div(blocks, TILE_BLOCKS), pairs = width / 2;
+    const int64_t blocks = ceil_div(rows, LANES), groups = ceil_div(blocks, MOST_BLOCKS), pairs = width / 2;
     auto first_of = [=](int64_t group) { return blocks * group / groups; };
     parallel(ceil_div(columns, PANEL), [&](int64_t panel, int64_t end) {
         static thread_local Buffer laid_out, results;
