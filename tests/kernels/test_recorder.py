@@ -137,7 +137,8 @@ def test_dense_products(rows, columns, width, has_bias, tier):
     few, compared = (12, rows // 12 * 12) if rows >= 12 else (1, rows)
     alone = [Capture(lambda some=some: F.linear(some, weight, bias)).replay() for some in x[:compared].split(few)]
     assert torch.equal(torch.cat(alone), capture.replay()[:compared])
-    parts = [None if part is None else part.float() for part in (x, weight, bias)]
+    parts = [None if part is None else part[:64].float() for part in (x, weight[:64], bias)]  # of more rows torch's
+    expected = expected[:64, :64]
     capture = Capture(lambda: F.linear(*parts))
     assert len(capture._steps) == 1
     capture.output.fill_(float("nan"))
