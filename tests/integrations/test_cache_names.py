@@ -5,7 +5,7 @@ import torch
 from helpers import save_tiny, tiny_model
 from transformers import GenerationConfig, pipeline
 
-from hf_efficient import PagedCache
+from hf_efficient import PagedCache, PrefixCache
 from hf_efficient.integrations import transformers_cache_names as names
 
 
@@ -35,6 +35,17 @@ def test_a_saved_generation_config_and_a_pipeline(name, tmp_path):
     output = pipe.model.generate(PROMPT, return_dict_in_generate=True)
     assert output.past_key_values.kv_format == names.KV_FORMATS[name]
     assert pipe("The river")[0]["generated_text"].startswith("The river")
+
+
+def test_a_pipeline_shares_prefixes_across_calls(tmp_path):
+    save_tiny(tmp_path)
+    pipe = pipeline("text-generation", model=str(tmp_path))
+    prefix, options = PrefixCache(pipe.model, 16), dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
+    for end in ("today", "again"):
+        text = "The river runs through the old town and under the bridge " + end
+        cache = PagedCache(pipe.model.config, prefix_cache=prefix)
+        assert pipe(text, past_key_values=cache, **options) == pipe(text, **options)
+    assert prefix.stats()["hits"] == 1 and prefix.stats()["skipped_tokens"] >= 32
 
 
 def test_other_names_and_no_cache():

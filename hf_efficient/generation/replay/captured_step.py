@@ -18,9 +18,10 @@ logger = logging.get_logger(__name__)
 
 # Tokens of a captured forward; others are padded to the next one. More tokens take several forwards: their results
 # would not fit the processor's cache. A token of SmolLM2-135M takes 0.40 ms among 256 and 0.33 among 512 (two cores).
-# Padding costs as tokens do: 32, 40, 48, 64, 80 and 96 of bfloat16 take 22, 26, 30, 37, 44 and 51 ms.
+# Padding costs as tokens do, which bfloat16 weights multiply by 16 and int8 inputs by 4 at once.
 WIDTHS = (1, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128, 192, 256, 384, 512)
 # Tokens whose logits a captured forward computes, no more than its width. Up to 32 the head's weights take the time.
+# Of many tokens an eighth cost little, and fewer kinds of forwards are captured.
 LOGITS = (32, 64, 128, 256, 512)
 # A capture costs about three forwards. Of few tokens it saves half of each later one, of many a sixth: those run
 # eagerly more often before they are captured.
@@ -72,7 +73,7 @@ class CapturedStep:
     def _run(self, requests: list[NewTokens], index: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         count = sum(len(request.tokens) for request in requests)
         width = next(width for width in WIDTHS if width >= count)
-        rows = min(width, next(rows for rows in LOGITS if rows >= len(index)))
+        rows = min(width, next(rows for rows in LOGITS if rows >= max(len(index), width // 8)))
         self.pages.fill(requests, width)
         self._index.numpy()[: len(index)], self._index.numpy()[len(index) : rows] = index, 0
         logits, best = self._forward(width, rows)

@@ -94,6 +94,30 @@ static INLINE void dense_ahead(Ahead ahead, const uint16_t *x, const uint16_t *w
     });
 }
 
+// tile[pair of columns * distance] <- that pair of the first 16 of `count` rows of x, zeros for others. width: columns,
+// of whole squares of 16 pairs.
+static INLINE void lay_out(const uint16_t *x, int64_t count, int64_t width, int64_t distance, Floats *tile) {
+    for (int64_t pair = 0; pair < width / 2; pair += LANES) {
+        Words square[LANES];
+        for (int64_t i = 0; i < LANES; i++)
+            square[i] = i < count ? *(const Words *)(x + i * width + 2 * pair) : Words{};
+        transpose(square);
+        for (int64_t i = 0; i < LANES; i++) tile[(pair + i) * distance] = (Floats)square[i];
+    }
+}
+
+// Rows [row, row + 16) of y, columns [column, column + count), from sums[c * distance], of a column each.
+static INLINE void store_transposed(const Output &out, const Words *sums, int64_t distance, int64_t count,
+                                    int64_t column, int64_t row, int64_t rows) {
+    for (int64_t c = 0; c < count; c += LANES) {
+        Words square[LANES];
+        for (int64_t i = 0; i < LANES; i++) square[i] = c + i < count ? sums[(c + i) * distance] : Words{};
+        transpose(square);
+        for (int64_t i = 0; i < std::min<int64_t>(LANES, rows - row); i++)
+            out.store(row + i, column + c, (Floats)square[i]);
+    }
+}
+
 #if AMX
 constexpr int64_t AMX_COLUMNS = 2 * AMX_ROWS;  // of y at once: rows of w
 
@@ -102,16 +126,9 @@ static void dense_amx(const uint16_t *x, const uint16_t *w, const uint16_t *bias
                       int64_t columns, int64_t width) {
     static thread_local Buffer packed;
     const int64_t groups = ceil_div(rows, LANES), pairs = width / 2;
-    Words *tile = packed.get<Words>(pairs * groups);  // [pair][group][row of x]
+    Floats *tile = packed.get<Floats>(pairs * groups);  // [pair][group][row of x]
     parallel(groups, [&](int64_t g, int64_t end) {
-        for (; g < end; g++)
-            for (int64_t p = 0; p < pairs; p += LANES) {
-                Words square[LANES] = {};
-                for (int i = 0; i < std::min<int64_t>(LANES, rows - g * LANES); i++)
-                    square[i] = *(const Words *)(x + (g * LANES + i) * width + 2 * p);
-                transpose(square);
-                for (int i = 0; i < LANES; i++) tile[(p + i) * groups + g] = square[i];
-            }
+        for (; g < end; g++) lay_out(x + g * LANES * width, rows - g * LANES, width, groups, tile + g);
     });
     const Output out = {y, bias, columns, false};
     parallel(ceil_div(columns, AMX_COLUMNS), [&](int64_t unit, int64_t end) {
@@ -121,15 +138,8 @@ static void dense_amx(const uint16_t *x, const uint16_t *w, const uint16_t *bias
             const int64_t first = unit * AMX_COLUMNS, count = std::min(AMX_COLUMNS, columns - first);
             amx_rows<false>(groups, count, w + first * width, 2 * width, tile, 64 * groups, pairs / AMX_TERMS, true,
                             sums, 64 * groups);
-            for (int64_t c = 0; c < count; c += LANES)
-                for (int64_t g = 0; g < groups; g++) {
-                    Words square[LANES] = {};
-                    for (int i = 0; i < std::min<int64_t>(LANES, count - c); i++)
-                        square[i] = sums[(c + i) * groups + g];
-                    transpose(square);
-                    for (int i = 0; i < std::min<int64_t>(LANES, rows - g * LANES); i++)
-                        out.store(g * LANES + i, first + c, (Floats)square[i]);
-                }
+            for (int64_t g = 0; g < groups; g++)
+                store_transposed(out, sums + g, groups, count, first, g * LANES, rows);
         }
     });
 }

@@ -5,7 +5,7 @@
 #include "int8_rows.h"
 
 #if BYTE_DOT
-constexpr int INT8_TILE_ROWS = TOGETHER, INT8_TILE_BLOCKS = 3;  // sums that registers hold
+constexpr int INT8_TILE_ROWS = 4, INT8_TILE_BLOCKS = 3;  // whose sums and totals registers hold
 constexpr int LEAST_INT8_TILE_ROWS = 12;                 // of x: unpacking pays
 constexpr int ROWS_AN_INT8_UNIT = 256;                   // of x, which threads share
 
