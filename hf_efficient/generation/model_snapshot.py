@@ -73,7 +73,7 @@ class ModelSnapshot:
                 held.clear()
             self._own, self._names, self._reads, self._contents = {}, {}, [], []
             self._object_versions, self._dictionaries = None, []
-            self._others, self._copies, self._other_items = [], [], []
+            self._others, self._copies, self._other_empty, self._other_items = [], [], [], []
 
     def is_unchanged(self) -> bool:
         model = self._model()
@@ -101,18 +101,19 @@ class ModelSnapshot:
     def _note_versions(self, model: nn.Module) -> None:
         """Notes the numbers of all dictionaries: what lies in one is compared only where its number has changed."""
         self._object_versions = self._global_versions = None
-        self._others, self._copies, self._other_items = [], [], []
+        self._others, self._copies, self._other_empty, self._other_items = [], [], [], []
         if not object_versions.are_there():
             return
         self._dictionaries = []  # which must live on
         for live, frozen in [*zip(self._live, self._frozen), *((empty, None) for empty in self._empty)]:
-            live = vars(live.module) if isinstance(live, _ReadAttributes) else live
             dictionary = object_versions.dictionary_of(live)
             if dictionary is not None:
                 self._dictionaries.append(dictionary)
+            elif frozen is None:
+                self._other_empty.append(live)
             else:
                 self._others.append(live)
-                self._copies.append(type(live)() if frozen is None else frozen)
+                self._copies.append(frozen)
         self._other_items = [
             (container, key, value)
             for (container, key), value in zip(self._items, self._values)
@@ -128,7 +129,7 @@ class ModelSnapshot:
         if self._object_versions is not None and id(vars(model)) == self._attributes_at:
             now = self._object_versions.read()
             if now == self._objects_before:
-                same = self._others == self._copies
+                same = self._others == self._copies and not any(self._other_empty)
                 return same and all(container[key] is value for container, key, value in self._other_items)
         same = (
             _are_same(self._attributes(model), self._own)

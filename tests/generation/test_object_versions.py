@@ -100,3 +100,20 @@ def test_a_snapshot_with_and_without_them(has_versions, monkeypatch):
         snapshot = ModelSnapshot(model)
         change()
         assert not snapshot.is_unchanged()
+
+
+class Registry(list):
+    def __init__(self, items, name):
+        super().__init__(items)
+        self.name = name
+
+
+@pytest.mark.parametrize("has_versions", [True, False])
+def test_empty_containers_of_any_class(has_versions, monkeypatch):
+    monkeypatch.setattr(object_versions, "are_there", lambda: has_versions)
+    model = tiny_model("llama")
+    model.model.layers[0].registry = Registry([], "none")
+    snapshot = ModelSnapshot(model)
+    assert snapshot.is_unchanged() == snapshot.complete
+    model.model.layers[0].registry.append(1)
+    assert not snapshot.is_unchanged()
