@@ -14,6 +14,7 @@ from pathlib import Path
 from environment_figures import environments, import_time, upstream
 from quality_figures import all_methods, choose, larger, peer_methods
 from result_files import RESULTS, load, machine, markdown
+from speculation_figures import assisted, speculation
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -255,6 +256,8 @@ FIGURES = {
     "environments": environments,
     "import_time": import_time,
     "upstream": upstream,
+    "speculation": speculation,
+    "assisted": assisted,
 }
 
 
