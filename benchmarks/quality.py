@@ -94,7 +94,9 @@ def rows() -> dict[str, dict | None]:
     for bits in (4.33, 3.33, 2.33, 2.03, 1.64):
         mixed = weight_only(bits, -1, codebook="trellis", method="gptq", mixed_precision=True)
         table[f"trellis {bits:g} bits mixed gptq"] = mixed
-        table[f"trellis {bits:g} bits mixed gptq refine"] = {**mixed, "refine": True}
+        table[f"trellis {bits:g} bits mixed gptq refine"] = refined = {**mixed, "refine": True}
+        whole = {**refined, "calibration": {"minutes": 10}}
+        table[f"trellis {bits:g} bits mixed gptq refine, 10 minutes end to end"] = whole
     for bits in (4, 3, 2):
         yaqa = weight_only(bits, 64, method="yaqa")
         table |= {f"int{bits} g64 yaqa": yaqa, f"int{bits} g64 yaqa refine": {**yaqa, "refine": True}}

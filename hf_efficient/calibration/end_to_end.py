@@ -13,7 +13,7 @@ from transformers.utils import logging
 from hf_efficient.calibration.block_compression import BlockCompressor
 from hf_efficient.calibration.blocks import without_cache
 from hf_efficient.calibration.divergence import distillation_loss
-from hf_efficient.calibration.refine import is_tuned, tuned_weight
+from hf_efficient.calibration.refine import is_tuned, share_factors, tuned_weight
 from hf_efficient.calibration.resume import Progress
 from hf_efficient.calibration.teacher import Teacher
 from hf_efficient.calibration.tuning import TunedWeight
@@ -26,6 +26,7 @@ MOST_EPOCHS = 4  # passes over the text, where the minutes allow more
 RATE = 0.1  # learning rates of codes, scales and factors, relative to those of a block's refinement
 VECTOR_RATE = 2e-4  # learning rate of Adam for norms and biases, relative to the mean of their absolute values
 HELD_OUT = 32  # one batch in so many is not trained on, but measured
+USUAL, MOST = 0.09, 10  # nats a token: what is lost beyond multiplies all rates, up to `MOST` times
 _WARMUP = 0.05  # share of the time in which the learning rate rises
 _CHECKS = 4  # measurements of the batches that are held out
 _SAVE_SECONDS = 120
@@ -43,6 +44,7 @@ def refine_model(teacher: Teacher, compressor: BlockCompressor, minutes: float, 
         for name, original in compressor.originals.items()
         if is_tuned(format := compressor.formats[name]) and compressor.configs[name].refine
     }
+    share_factors(tuned)
     if EndToEnd(teacher, tuned, minutes, progress).run():
         for name, weight in tuned.items():
             compressor.formats[name] = weight.format
@@ -128,6 +130,7 @@ class EndToEnd:
         """One step of Adam on one batch, at a share of the training. Returns the loss, nats a token."""
         self.order = self.order or torch.randperm(len(self.trained), generator=self.generator).tolist()
         rate = min(1, (share + 1e-3) / _WARMUP) * (1 + math.cos(math.pi * share)) / 2
+        rate *= min(MOST, max(1, self.before / USUAL))
         for group, largest in zip(self.optimizer.param_groups, self.rates):
             group["lr"] = largest * rate
         loss = self._loss(self.order.pop())

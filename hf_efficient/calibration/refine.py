@@ -136,6 +136,16 @@ def tuned_weight(module: nn.Module, format, tensors: dict[str, torch.Tensor]) ->
     return _TUNED[type(inner_format(format))](module, format, tensors)
 
 
+def share_factors(tuned: dict[str, TunedWeight]) -> None:
+    """Linears along trellises that the tuning of their block gave the same factors of inputs go on sharing them."""
+    first: dict[str, list[TrellisWeight]] = {}  # by the module that holds the linears
+    for name, weight in tuned.items():
+        if isinstance(weight, TrellisWeight) and "input_scale" in weight.start:
+            siblings = first.setdefault(name.rpartition(".")[0], [])
+            if not any(weight.share(other) for other in siblings):
+                siblings.append(weight)
+
+
 class _FakeQuantize(torch.autograd.Function):
     """codes float32 [N, G, g] in signed steps, scale float32 [N, G], zero (integers in float32, [N, G] or [1, 1]) ->
     float32 weight [N, G, g], rounded as it will be stored. levels: the largest code, one number or float32 [G, 1]."""

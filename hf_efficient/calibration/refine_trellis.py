@@ -39,11 +39,13 @@ class TrellisWeight(TunedWeight):
     def groups(self) -> list[dict]:
         return [{"params": self.own, "lr": RATE}]
 
-    def share(self, other: TunedWeight) -> None:
+    def share(self, other: TunedWeight) -> bool:
         """Takes the inputs' factors of `other` for its own, where `other` is such a weight and both begin with the
-        same."""
-        if isinstance(other, TrellisWeight) and torch.equal(self.input_scale, other.input_scale):
+        same: True."""
+        can = isinstance(other, TrellisWeight) and torch.equal(self.input_scale, other.input_scale)
+        if can:
             self.log_inputs, self.own = other.log_inputs, [self.log_rows]
+        return can
 
     def product(self, x, module):
         """Inputs are rounded behind the factors as they stand."""

@@ -55,6 +55,12 @@ def _constants(columns: int) -> tuple[int, torch.Tensor, torch.Tensor]:
     return blocks, torch.cat(padded), torch.tensor([len(matrix) for matrix in matrices])
 
 
+@functools.lru_cache(64)
+def _shared(values: bytes) -> torch.Tensor:
+    """Signs, once for all layers that have the same: what every layer reads stays in the cache."""
+    return torch.frombuffer(bytearray(values), dtype=torch.float32)
+
+
 def _describe(y, x, signs) -> _Rotation:
     blocks, matrices, orders = _constants(x.shape[-1])
     pointers = [tensor.data_ptr() for tensor in (x, signs, matrices, orders, y)]
@@ -76,7 +82,7 @@ def _cpu(x, signs):
 def _instructions(y, x, signs):
     if not x.is_contiguous() or not y.is_contiguous():
         return None
-    signs = signs.float()
+    signs = _shared(signs.float().numpy().tobytes())
     keep = signs, _constants(x.shape[-1])
     return [instructions.call(function(), _describe(y, x, signs), y, [x], keep)]
 
