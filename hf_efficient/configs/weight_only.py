@@ -83,7 +83,7 @@ class WeightOnlyConfig(CompressionConfig):
             (https://arxiv.org/abs/2310.10537) and "nvfp4" are the FP4 of today's hardware, E2M1 with a scale for 32 or
             16 weights in 8 bits. "kmeans" learns tables of 2, 3 or 4 bits. "trellis" (QTIP,
             https://arxiv.org/abs/2406.11235) lets neighbouring weights of a column share bits and has one scale a row.
-            It loses least at 1.5 to 5 bits, and takes minutes to make.
+            It lost least of all that was measured at 2 to 4 bits, and takes minutes to make.
         double_quantization (bool; default False): also store the scales of a codebook in 8 bits (QLoRA).
         rotate (bool; default "auto": True with codebook="trellis" or activation_bits): spread outliers by random
             Hadamard rotations (QuIP, https://arxiv.org/abs/2307.13304; QuaRot, https://arxiv.org/abs/2404.00456). The
@@ -92,8 +92,8 @@ class WeightOnlyConfig(CompressionConfig):
             needs `calibration`. With codebook="trellis" factors of rows and of inputs, and no codes; scales of "mxfp4"
             stay.
         mixed_precision (bool; default False): give each layer as many bits as it needs, `bits` on average, and so each
-            expert of a mixture: those that tokens reach often, and whose errors raise the loss more, get more. Needs
-            `calibration`.
+            expert of a mixture: those that tokens reach often, and whose errors raise the loss more, get more. Along a
+            trellis fused experts do not: they have the next fewer bits that a trellis can have. Needs `calibration`.
         int8_on_cpu (bool or "auto"; default "auto"): with the C++ kernels, models in bfloat16 round their inputs to 8
             bits, with a scale for every 64 columns of a row: faster prompts and batches at a small loss. Of every 64
             the one that is more than twice as large as the others is not rounded, as outliers in LLM.int8(). "auto"

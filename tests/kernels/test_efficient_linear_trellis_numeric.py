@@ -10,7 +10,7 @@ from hf_efficient.kernels.linear import trellis_codes
 
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
-BITS = 1.5, 2, 3.5, 5  # of those of the format: the least, the most, whole ones and halves
+BITS = 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5
 
 
 def layer(device, bits, out_features, in_features, dtype=torch.bfloat16):
