@@ -7,11 +7,11 @@ from hf_efficient.formats.transformed import TransformedFormat
 from hf_efficient.formats.trellis import TrellisFormat
 from hf_efficient.kernels.hadamard import random_signs
 from hf_efficient.kernels.linear.native_trellis import NativeTrellisLayout
-from hf_efficient.kernels.linear.trellis_codes import TRELLIS_BITS
 from hf_efficient.kernels.native import tiers
 from hf_efficient.kernels.replay.recorder import Capture, _interpret
 
 
+BITS = 1.5, 2, 2.5, 3, 5  # of those of the format: the least, the most, whole ones and halves
 BFLOAT16_ERROR = 0.003  # one rounding of the result to bfloat16 (2 ** -9), and one of the weight where rows are many
 
 
@@ -26,7 +26,7 @@ def made(bits, n, k):
 
 # Half a band, sequences of several bands, columns that are padded, more columns than 32 bits hold a sum of
 @pytest.mark.parametrize(("n", "k"), [(33, 130), (70, 192), (300, 97), (16, 9000)])
-@pytest.mark.parametrize("bits", TRELLIS_BITS)
+@pytest.mark.parametrize("bits", BITS)
 def test_products(bits, n, k, tier):
     tensors, weight, layout = made(bits, n, k)
     assert type(layout) is NativeTrellisLayout and torch.equal(layout.canonical(), tensors["qweight"])
