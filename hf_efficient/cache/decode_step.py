@@ -8,6 +8,7 @@ import torch
 
 from hf_efficient.cache.bookkeeping.cache_state import DecodePlan
 from hf_efficient.cache.over_pages import over_pages
+from hf_efficient.cache.stores.kv_formats import GROUPED
 
 
 class DecodeStepMixin:
@@ -73,16 +74,25 @@ class DecodeStepMixin:
             tree_mask: int64 [1, width], as in `decode_step`: bit j says that a token sees number j of the new ones of
                 its sequence.
 
-        Raises as `decode_step`, and ValueError for counts that are not one for each sequence, all 0, or more than
-        `width` together.
+        Raises as `decode_step`, and RuntimeError for a cache of kv_format "int4" or "int2" or on another device, and
+        ValueError for counts that are not one for each sequence, all 0, or more than `width` together, or that have
+        more than 64 tokens of a sequence with `tree_mask`.
         """
         self._check_step()
+        devices = {str(layer.device) for layer in self._paged_layers if layer.device.type != "cpu"}
+        if devices or self.kv_format in GROUPED:
+            raise RuntimeError(
+                f"packed_step() is not possible with PagedCache(kv_format={self.kv_format!r}) on "
+                f'{", ".join(sorted(devices)) or "cpu"}: allowed are "auto", "int8" and "fp8" on a CPU'
+            )
         held, state = list(self.state.lengths), self.state
         if len(counts) != len(held) or min(counts) < 0 or not 0 < sum(counts) <= width:
             raise ValueError(
                 f"counts={counts}, width={width}: needs numbers of new tokens of {len(held)} sequences, at least one "
                 "token and at most `width` together"
             )
+        if tree_mask is not None and max(counts) > 64:
+            raise ValueError(f"counts={counts}: with tree_mask a sequence has at most 64 new tokens, one for each bit")
         with self._planned(lambda: state.plan_packed(counts), lambda: state.rewind(held)):
             starts, layers = list(accumulate(counts, initial=0)), self._paged_layers
             for tables in {id(layer.tables): layer.tables for layer in layers}.values():

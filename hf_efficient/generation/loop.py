@@ -137,7 +137,7 @@ class SpeculativeLoop:
             return None
         limits = sequences.limits
         if policy is not None:
-            limits = policy.depths(limits)
+            limits = policy.depths(limits, sum(map(sequences.unfinished, sequences.live)))
             if policy.has_confidence:  # `trim` cuts off more than that
                 nodes = min(nodes, policy.max_width(len(limits)))
         if any(limits) and not self._drafter_has_begun:
@@ -201,7 +201,8 @@ class SpeculativeLoop:
         if drafter is not None and self.statistics.steps:
             self._spend("host")
             if proposal is not None and drafter.reads_logits:
-                drafter.observe(self._fed, counts, logits)
+                has_ended = torch.tensor([not kept for kept in new], device=counts.device)
+                drafter.observe(self._fed, counts.masked_fill(has_ended, -1), logits)
             if self._drafter_has_begun:
                 drafter.accept(new, self._hidden_of(verified.path, max(map(len, new))))
             self._spend("draft")

@@ -30,6 +30,10 @@ class PackedReading:
             positions = self.position + 1 + offset.clamp(max=most)
         return positions if self.max_position is None else positions.clamp(max=self.max_position)
 
+    def padded(self, rows: int, columns: int) -> int:
+        """How many positions a forward of `rows` sequences and `columns` positions computes."""
+        return columns if self.captured is None or self.extra else self.captured.positions(rows, columns)
+
     def capture_seconds(self, rows: int, columns: int) -> float:
         """Seconds of capturing the next forward of `rows` sequences and `columns` positions; 0.0 where it is captured
         already or never will be."""

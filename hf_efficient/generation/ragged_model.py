@@ -11,7 +11,7 @@ from hf_efficient.cache.bookkeeping.tensors import to_device
 from hf_efficient.generation.media_prompt import prefill_media
 from hf_efficient.generation.model_traits import decoder_layers, reads_media, unmasked_layers
 from hf_efficient.generation.packed_reading import PackedReading
-from hf_efficient.generation.replay.captured_forward import CapturedForward, is_being_watched, padded, tree_bits
+from hf_efficient.generation.replay.captured_forward import CapturedForward, is_being_watched, tree_bits
 from hf_efficient.generation.replay.captured_prompt import CapturedPrompt
 from hf_efficient.generation.replay.graph_forward import captured_forward_of
 from hf_efficient.integrations.transformers_compat import attention_of, cache_name
@@ -264,6 +264,7 @@ class RaggedModel(PackedReading):
                     self.cache.rewind([length - padding for length in self.cache.cache_seqlens])
                 logits, self.argmax, self.hidden = outputs
                 return logits if keep in (None, width) else logits[:, -keep:]
+        self.computed = tokens.numel()
         columns = [prompt + index for prompt, index in zip(self.prompt, first)]
         is_tree = nullcontext() if tree is None else self.cache.token_tree(tree)
         with is_tree, self._collecting_hidden(), self.cache.forward_context():
@@ -305,10 +306,6 @@ class RaggedModel(PackedReading):
         and no code of the user's runs between the two."""
         captured = self.captured
         return captured is not None and captured.runs_ahead and captured.is_unchanged is None and not self.extra
-
-    def padded(self, rows: int, columns: int) -> int:
-        """How many positions a forward of `rows` sequences and `columns` positions computes."""
-        return columns if self.captured is None else padded(rows, columns)
 
     def keep(self, columns: list[list[int]]) -> None:
         """Of the tokens of the last forward, sequence b keeps those with indices `columns[b]`, ascending."""

@@ -7,7 +7,13 @@ import torch
 from hf_efficient.generation import model_state
 from hf_efficient.generation.model_traits import reads_encoder
 from hf_efficient.generation.ragged_model import RaggedModel
-from hf_efficient.generation.replay.captured_forward import EAGER_FORWARDS, MAX_TOKENS, WIDTHS, why_not_captured
+from hf_efficient.generation.replay.captured_forward import (
+    EAGER_FORWARDS,
+    MAX_TOKENS,
+    PACKED_WIDTHS,
+    WIDTHS,
+    why_not_captured,
+)
 from hf_efficient.generation.speculation.proposal import MAX_NODES
 
 
@@ -23,7 +29,9 @@ def warm_up(
 ) -> int:
     """Runs `model` once at each size, so that later `generate()` calls compile no kernel and capture no forward.
 
-    On a CUDA device a new size compiles Triton kernels, 0.5 to 2 seconds each, and captures a CUDA graph.
+    On a CUDA device a new size compiles Triton kernels, 0.5 to 2 seconds each, and captures a CUDA graph. On a CPU
+    drafts of several sequences are verified end to end: all such sizes up to `max(widths)` tokens of each sequence are
+    captured, 15 at most. Captures of drafters that read hidden states are not made: they stand over another cache.
 
     Args:
         model: a causal LM whose calls the native loop takes (`hf-efficient doctor` says which).
@@ -32,7 +40,7 @@ def warm_up(
         max_length: tokens that a sequence can reach, its prompt among them.
         prompt_tokens: lengths of prompts; those beyond max_length are left out.
 
-    Returns how many forwards are captured now.
+    Returns how many forwards of these numbers of sequences are captured now; some sizes share one.
 
     Raises ValueError for a model whose forwards are not captured, and for sizes beyond those of a captured forward.
     """
@@ -58,14 +66,24 @@ def warm_up(
             for length in sorted(tokens for tokens in prompt_tokens if tokens < max_length):
                 entry.cache.rewind([0] * len(entry.cache.cache_seqlens))
                 _read_prompt(runner, rows, length)
-            for width in sorted(set(widths)):
-                tokens = torch.zeros(rows, width, dtype=torch.int64, device=model.device)
-                for _ in range(EAGER_FORWARDS + 1):
-                    runner(tokens, [0] * rows)
-                    runner.rewind([0] * rows)
-                captures += runner.captured is not None and runner.captured.is_captured(rows, width)
+            sizes = _sizes(rows, sorted(set(widths)), rows > 1 and runner.packs)
+            for counts in sizes[:1] * EAGER_FORWARDS + sizes:
+                tokens = torch.zeros(rows, max(counts), dtype=torch.int64, device=model.device)
+                runner(tokens, [0] * rows, counts=counts)
+                runner.rewind([0] * rows)
+            captures += 0 if runner.captured is None else runner.captured.count(rows)
         version.pool.put(entry, runner.captured)
     return captures
+
+
+def _sizes(rows: int, widths: list[int], packs: bool) -> list[list[int]]:
+    """The new tokens of each sequence in the forwards of a batch. packs: drafts of unequal length, and sequences that
+    have ended, leave no padding."""
+    sizes, most = [[width] * rows for width in widths], max(widths, default=1)
+    if packs and most > 1:
+        totals = [tokens for tokens in PACKED_WIDTHS if tokens < rows * most]
+        sizes += [[min(most, max(0, tokens - row * most)) for row in range(rows)] for tokens in totals]
+    return sizes
 
 
 def _read_prompt(runner: RaggedModel, rows: int, length: int) -> None:

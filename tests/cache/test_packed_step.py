@@ -31,6 +31,24 @@ def test_sequences_end_to_end():
                 cache.packed_step(counts, width),
             ):
                 pass
+        bits = torch.ones(1, 65, dtype=torch.int64)
+        with pytest.raises(ValueError, match="at most 64 new tokens"), cache.packed_step([65, 0, 0], 65, bits):
+            pass
         with pytest.raises(ZeroDivisionError), cache.packed_step([1, 1, 0], 2):
             raise ZeroDivisionError
         assert cache.cache_seqlens == [9, 7, 7]
+
+
+def test_what_it_refuses(monkeypatch):
+    model = tiny_model("llama").eval()
+    model.set_attn_implementation("flash_paged")
+    cache = PagedCache(model.config, kv_format="int4")
+    with torch.no_grad():
+        model(torch.arange(3, 24).view(3, 7), past_key_values=cache)
+    with pytest.raises(RuntimeError, match="kv_format='int4'"), cache.packed_step([1, 0, 0], 1):
+        pass
+    monkeypatch.setattr(cache, "kv_format", "auto")
+    monkeypatch.setattr(cache._paged_layers[0], "device", torch.device("cuda"))
+    with pytest.raises(RuntimeError, match="on cuda"), cache.packed_step([1, 0, 0], 1):
+        pass
+    assert cache.cache_seqlens == [7, 7, 7]

@@ -5,11 +5,13 @@ import torch
 from draft_models import fixed
 from helpers import left_padded_batch, tiny_model
 from oracle import Oracle
+from transformers.generation import StoppingCriteria
 
-from hf_efficient import EagleHead, TokenRecycling, enable_speculation
+from hf_efficient import EagleHead, TokenRecycling, enable_speculation, warm_up
 from hf_efficient.generation import model_state
 from hf_efficient.generation.loop import SpeculativeLoop
-from hf_efficient.generation.replay.captured_forward import PACKED_WIDTHS, packed_width
+from hf_efficient.generation.replay import captured_forward
+from hf_efficient.generation.replay.captured_forward import PACKED_WIDTHS, CapturedForward, packed_width, padded
 from hf_efficient.generation.speculation.latency_model import LatencyModel
 from hf_efficient.generation.speculation.packed_length import PackedLengthPolicy
 from hf_efficient.generation.speculation.proposal import Proposal
@@ -28,6 +30,32 @@ class Uneven(Oracle):
         if proposal is not None:
             proposal.counts = torch.minimum(proposal.counts, torch.arange(len(limits)) * self.siblings % 9)
         return proposal
+
+
+class OneDrafts(Oracle):
+    """Drafts eight tokens for the first sequence, none for the others."""
+
+    computes = False
+
+    def propose(self, limits, nodes):
+        proposal = super().propose(limits, nodes)
+        if proposal is not None:
+            proposal.counts = proposal.counts * (torch.arange(len(limits)) == 0)
+        return proposal
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """The tokens that each forward of the loop computed."""
+    numbers, forward = [], SpeculativeLoop._forward
+
+    def noted(self, proposal):
+        logits = forward(self, proposal)
+        numbers.append(self.target.computed)
+        return logits
+
+    monkeypatch.setattr(SpeculativeLoop, "_forward", noted)
+    return numbers
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
@@ -117,3 +145,121 @@ def test_a_call_within_a_pause_reads_no_hidden_states(monkeypatch):
     monkeypatch.setattr(EagleHead, "begin", None)
     assert torch.equal(target.generate(**inputs, **options, assistant_model=heads), plain)
     assert known.steps_to_trial == 15
+
+
+def test_large_padded_forwards_warm_up_packed_ones(computed):
+    """24 sequences of 9 columns are too many tokens for a capture, those that were drafted are not."""
+    target, inputs = enable_speculation(tiny_model("llama")), left_padded_batch([5] * 24)
+    target.generation_config.eos_token_id = None
+    options = dict(max_new_tokens=NEW, do_sample=False)
+    plain = target.generate(**inputs, **options)
+    model_state.forget(target)
+    draft = fixed(OneDrafts(plain, 1.0, 8, 128))
+    computed.clear()
+    assert torch.equal(target.generate(**inputs, **options, assistant_model=draft), plain)
+    assert computed[:3] == [24 * 9, 24 * 9, 32]
+
+
+def test_a_changed_model_packs_no_longer(computed):
+    """Forwards run eagerly then: sequences that have ended leave the batch, and none is priced as packed."""
+    target, inputs = enable_speculation(tiny_model("llama")), left_padded_batch([4] * 4)
+    target.generation_config.eos_token_id = 1000
+
+    class Changes(StoppingCriteria):
+        def __call__(self, ids, scores, **options):
+            target.touched = ids.shape[1]
+            return torch.arange(len(ids)) < (3 if ids.shape[1] > 7 else 0)
+
+    options = dict(max_new_tokens=NEW, do_sample=False, stopping_criteria=[Changes()])
+    plain = target.generate(**inputs, **options)
+    computed.clear()
+    draft = fixed(OneDrafts(plain, 0.0, 2, 128))
+    assert torch.equal(target.generate(**inputs, **options, assistant_model=draft), plain)
+    assert computed[0] == 4 * 3 and computed[-1] == 1
+
+
+def test_after_a_warm_up_nothing_is_captured(monkeypatch):
+    target, inputs = enable_speculation(tiny_model("llama")), left_padded_batch([5, 9, 4])
+    target.generation_config.eos_token_id = None
+    plain = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    target.generation_config.eos_token_id = int(plain[1, -NEW // 2])
+    plain = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    model_state.forget(target)
+    assert warm_up(target, batch_sizes=(3,), widths=(1, 2, 3, 5), max_length=64, prompt_tokens=(8,)) == 9
+    monkeypatch.setattr(CapturedForward, "_capture", None)
+    for siblings in (1, 3):
+        draft = fixed(Uneven(plain, 0.8, 4 // siblings, 128, siblings))
+        output = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
+        assert torch.equal(output, plain)
+
+
+def test_a_failed_packed_capture_is_named(monkeypatch):
+    """Only packing ends: padded forwards are still captured, and the warning says so."""
+    target, inputs = enable_speculation(tiny_model("llama")), left_padded_batch([5, 9, 3, 4, 6])
+    target.generation_config.eos_token_id = None
+    plain, warnings = target.generate(**inputs, max_new_tokens=NEW, do_sample=False), []
+    make = CapturedForward._new_capture
+
+    def fails(self, forward, tokens):
+        if tokens == 8:  # no multiple of 5, so a packed one
+            raise ZeroDivisionError("no capture")
+        return make(self, forward, tokens)
+
+    monkeypatch.setattr(CapturedForward, "_new_capture", fails)
+    monkeypatch.setattr(captured_forward.logger, "warning_once", warnings.append)
+    draft = fixed(OneDrafts(plain, 1.0, 2, 128))
+    assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), plain)
+    assert warnings == ["drafts are padded, which is slower, because a forward could not be captured: no capture"]
+
+
+def test_what_token_recycling_sees_of_ended_sequences(monkeypatch):
+    """Nothing: a packed forward reads no token of theirs, so the table keeps what follows the last one."""
+    target, inputs = enable_speculation(tiny_model("llama")), left_padded_batch([6, 9, 4, 7])
+    target.generation_config.eos_token_id = 1000
+    columns = inputs["input_ids"].shape[1] + 5
+
+    class Ends(StoppingCriteria):
+        def __call__(self, ids, scores, **options):
+            return (torch.arange(len(ids)) == 2) & (ids.shape[1] >= columns)
+
+    seen, observe = [], TokenRecycling.observe
+
+    def noted(self, tokens, counts, logits):
+        seen.extend(zip(self.sequences.live, counts.tolist()))
+        observe(self, tokens, counts, logits)
+
+    monkeypatch.setattr(TokenRecycling, "observe", noted)
+    options = dict(max_new_tokens=NEW, do_sample=False, stopping_criteria=[Ends()])
+    target.generate(**inputs, **options, assistant_model=fixed(TokenRecycling()))
+    of_ended = [count for row, count in seen if row == 2]
+    assert of_ended[0] >= 0 and set(of_ended[of_ended.index(-1) :]) == {-1}
+
+
+def test_captures_are_charged_for_the_forward_that_is_made():
+    """Few tokens before the end a capture does not pay, but one that is never made costs nothing."""
+
+    def depths(seconds_of_packed, seconds_of_padded):
+        latency = LatencyModel(free_captures=0)
+        for width in PACKED_WIDTHS:
+            latency.forward_seconds.add(width, 0.02 + 0.0005 * width)
+        made = PackedLengthPolicy(
+            8, 5, latency, {}, padded=padded, capture_seconds=lambda rows, columns: seconds_of_padded,
+            packed=packed_width, packed_capture_seconds=lambda rows, tokens: seconds_of_packed,
+        )  # fmt: skip
+        made.has_drafted = True
+        return made.depths([5] * 8)
+
+    assert depths(0.0, 0.0) == depths(0.0, 0.3) and any(depths(0.0, 0.3))
+    assert not any(depths(0.3, 0.0))
+
+
+def test_a_sequence_that_lacks_one_token_takes_part():
+    """It has no use for drafts, but a token of it is in the forward: one more fits into less padding."""
+    counts = []
+    for unfinished in (1, 2):  # the second sequence has ended, or lacks one token
+        made = policy(2, 0.05)
+        made.depths([50, 0], unfinished)
+        proposal = drafted(0.8, 0.8)
+        proposal.counts[1] = 0
+        counts.append(made.trim(proposal).counts.tolist())
+    assert counts == [[7, 0], [6, 0]]  # 8 tokens either way

@@ -103,6 +103,9 @@ def test_token_trees():
     assert all(torch.equal(*pair) for pair in zip((k_cache, v_cache), caches))
     with pytest.raises(RuntimeError, match="attend_ragged"):
         ragged.attend_ragged(*arguments, tree_mask=tree[:-1])
+    arguments = make(new=[1, 65], past=[3, 4])
+    with pytest.raises(ValueError, match="tree_mask with 65 new tokens"):
+        ragged.attend_ragged(*arguments, tree_mask=torch.ones(len(arguments[0]), dtype=torch.int64))
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])

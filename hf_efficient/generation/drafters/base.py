@@ -63,7 +63,8 @@ class Drafter(ABC):
     def observe(self, tokens: torch.Tensor, counts: torch.Tensor, logits: torch.Tensor) -> None:  # noqa: B027
         """Sees the target's logits for a proposal: `logits` float [rows, width + 1, vocabulary], of what follows each
         of `tokens` int64 [rows, width + 1], each sequence's last token and then its guesses, `counts` int64 [rows] of
-        which are real."""
+        which are real. Behind them tokens and logits mean nothing; counts is -1 for a sequence that has ended, of which
+        not even the last token was read."""
 
     @abstractmethod
     def accept(self, tokens: list[list[int]], hidden: torch.Tensor | None = None) -> None:

@@ -20,7 +20,8 @@ logger = logging.get_logger(__name__)
 
 EAGER_FORWARDS = 2  # the first forwards over a cache run eagerly: a capture costs about three of them
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # positions of captured forwards; others are padded to the next one
-# Tokens of captured forwards of sequences end to end. Those of padded sequences have 8, 16, 24 and so on.
+# Tokens of captured forwards of sequences end to end; others are padded to the next one. Multiples of 8 are among them,
+# so that one capture serves padded drafts of eight sequences as well.
 PACKED_WIDTHS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128)
 MIN_TOKENS = 4  # of all sequences: up to so many cost what one costs, so fewer are padded
 MAX_TOKENS = 128  # of all sequences: beyond, a forward takes so long that the host's time does not show
@@ -57,7 +58,6 @@ class CapturedForward:
         runs_ahead: whether a call returns before its results are computed.
         is_unchanged: asked before every forward whether the model is still the one that was captured; None where no
             code of the user's runs between forwards.
-        packs: whether `packed` forwards are possible.
         prompt: the `CapturedPrompt` over the same cache, None before the first one.
     """
 
@@ -72,8 +72,13 @@ class CapturedForward:
         self._captures: dict[tuple, _Captured] = {}
         self._calls = 0
         self._falls_back = False  # to eager forwards, for good
-        self.packs = self.is_of_cpu  # until a forward of sequences end to end could not be captured
+        self._packs = self.is_of_cpu  # until a forward of sequences end to end could not be captured
         self._last_capture_seconds = 0.0
+
+    @property
+    def packs(self) -> bool:
+        """Whether `packed` forwards are possible."""
+        return self._packs and not self._falls_back
 
     def capture_seconds(self, rows: int, columns: int) -> float:
         """Seconds of capturing the next forward of `rows` sequences and `columns` positions, estimated by the latest
@@ -87,9 +92,15 @@ class CapturedForward:
         is_captured = width is None or not self.packs or (PACKED, rows, width) in self._captures
         return 0.0 if is_captured else self._last_capture_seconds
 
-    def is_captured(self, rows: int, columns: int) -> bool:
-        """Whether forwards of `rows` sequences and `columns` positions are replayed."""
-        return (rows, padded(rows, columns)) in self._captures
+    def count(self, rows: int) -> int:
+        """Of how many sizes forwards of `rows` sequences are captured."""
+        return sum(kind[-2] == rows for kind in self._captures)
+
+    def positions(self, rows: int, columns: int) -> int:
+        """How many positions a forward of `rows` sequences and `columns` positions computes, once it is captured if it
+        can be."""
+        width = padded(rows, columns)
+        return columns if self._runs_eagerly(rows, width) else width
 
     def _runs_eagerly(self, rows: int, width: int) -> bool:
         return self._falls_back or width > WIDTHS[-1] or rows * width > MAX_TOKENS
@@ -103,13 +114,13 @@ class CapturedForward:
         """
         rows, columns = tokens.shape
         width = padded(rows, columns)
+        self._calls += 1  # also those too large for a capture: `packed` ones follow them
         self.is_steady = self._runs_eagerly(rows, width)
         if self.is_steady:
             return None
         if self.is_unchanged is not None and not self.is_unchanged():
             self._falls_back = True
             return None
-        self._calls += 1
         if self._calls <= EAGER_FORWARDS:
             return None
         if tree_mask is None and columns > 1 and self.cache.takes_trees:  # a chain as a tree: one capture serves both
@@ -124,7 +135,7 @@ class CapturedForward:
         """As a call, for tokens int64 [1, n] of which sequence b has `counts[b]`, end to end. tree_mask: int64 [1, n],
         as in `PagedCache.packed_step`."""
         width = packed_width(tokens.shape[1])
-        if not self.packs or self._falls_back or width is None or self._calls < EAGER_FORWARDS:
+        if not self.packs or width is None or self._calls < EAGER_FORWARDS:
             return None
         if self.is_unchanged is not None and not self.is_unchanged():
             self._falls_back = True
@@ -150,24 +161,25 @@ class CapturedForward:
                     self._captures[kind] = captured._replace(layout=layout)
                     self.is_steady = True
                     return captured.capture.replay()
-                capture = self._capture(inputs)
+                capture = self._capture(kind, inputs)
                 self._keep(kind, _Captured(inputs, self._addresses(), capture, layout))
                 return capture.output
         except NotReplayable:
             if kind[0] == PACKED:
-                self.packs = False
+                self._packs = False
             else:
                 self._falls_back = True
             return None
 
-    def _capture(self, inputs: tuple) -> Capture:
+    def _capture(self, kind: tuple, inputs: tuple) -> Capture:
         start = perf_counter()
         try:
             return self._new_capture(lambda: self.forward(*inputs[:2]), inputs[0].numel())
         except NotReplayable:
             raise
         except Exception as error:  # an error of the forward's own shows again when it runs eagerly
-            logger.warning_once(f"forwards run eagerly, which is slower, because one could not be captured: {error}")
+            what = "drafts are padded" if kind[0] == PACKED else "forwards run eagerly"
+            logger.warning_once(f"{what}, which is slower, because a forward could not be captured: {error}")
             raise NotReplayable(str(error)) from error
         finally:
             self._last_capture_seconds = perf_counter() - start

@@ -44,8 +44,6 @@ class DraftLengthPolicy:
         capture_seconds: seconds of capturing the next forward of so many sequences and positions, 0.0 if it needs none.
     """
 
-    cheap_draft = CHEAP_DRAFT
-
     def __init__(
         self,
         rows: int,
@@ -78,22 +76,28 @@ class DraftLengthPolicy:
 
     def skips_call(self, steps: int) -> bool:
         """Whether the drafter's pause outlasts a call of `steps` steps: no draft is made, and no prompt read for it."""
-        self.is_off = self.timed and self.statistics.steps_to_trial > steps and not self._is_cheap(1, CHEAP_DRAFT)
+        self.is_off = self.timed and self.statistics.steps_to_trial > steps and not self._is_cheap(1)
         return self.is_off
 
-    def depths(self, limits: list[int]) -> list[int]:
-        """How deep to draft now for each sequence, with `limits` as of `choose`."""
-        depth = self.choose(limits)
+    def depths(self, limits: list[int], unfinished: int | None = None) -> list[int]:
+        """How deep to draft now for each sequence, with the arguments of `choose`."""
+        depth = self.choose(limits, unfinished)
         return [min(limit, depth) for limit in limits]
 
-    def choose(self, limits: list[int]) -> int:
-        """How deep to draft now, 0 for a plain step. limits: tokens that each sequence can still use."""
+    def choose(self, limits: list[int], unfinished: int | None = None) -> int:
+        """How deep to draft now, 0 for a plain step.
+
+        limits: drafts that each sequence can still use. unfinished: sequences that have not ended, of which one that
+            lacks a single token has the limit 0; None for those with a limit above 0.
+        """
+        growing = sum(limit > 0 for limit in limits)
+        self.unfinished = max(1, growing if unfinished is None else unfinished)
         self.chosen_depth = self._choose(limits)
         return self.chosen_depth
 
     def _choose(self, limits: list[int]) -> int:
         rows, deepest, statistics = len(limits), min(self.depth, max(limits)), self.statistics
-        self.unfinished, self.tokens_left = max(1, sum(limit > 0 for limit in limits)), max(limits) + 1
+        self.tokens_left = max(limits) + 1
         self.predicted, self.is_trial = 0.0, False
         if deepest == 0 or (self.timed and not self.forward_seconds.largest):
             return 0  # the first step measures a plain forward
@@ -240,11 +244,9 @@ class DraftLengthPolicy:
         prior = self.statistics.acceptance * PRIOR_TOKENS
         return (sum(self.accepted) + prior) / (sum(self.proposed) + PRIOR_TOKENS)
 
-    def _is_cheap(self, depth: int, share: float | None = None) -> bool:
+    def _is_cheap(self, depth: int) -> bool:
         seconds = self.statistics.draft_seconds.at(depth)
-        return self.has_confidence and seconds < (share or self.cheap_draft) * self.forward_seconds.at(
-            len(self.accepted)
-        )
+        return self.has_confidence and seconds < CHEAP_DRAFT * self.forward_seconds.at(len(self.accepted))
 
     def _steps_between_probes(self, depth: int) -> int:
         plain = self.forward_seconds.at(len(self.accepted))

@@ -77,7 +77,7 @@ class AcceptanceStatistics:
 class LatencyModel:
     """How long the forwards of a model take.
 
-    forward_seconds: of a forward, by sequences * positions.
+    forward_seconds: of a forward, by the tokens that it computes, its padding included.
     free_captures: so many captures still need not pay within one call.
     capture_budget: seconds that further captures may take without paying within one call.
     """

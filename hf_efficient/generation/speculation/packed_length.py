@@ -13,8 +13,6 @@ PRIOR_TOKENS = 3.0
 # What a step saved is worth, by the base time of a forward. On copying answers of SmolLM2-135M in batches of eight,
 # with simulated seconds, 1 takes up to 4 % longer and 3 up to 6 %.
 STEP_VALUE = 1.5
-# As `CHEAP_DRAFT`, for batches: while no sequence has drafts that pay, they are made only now and then.
-CHEAP_DRAFT_OF_BATCH = 0.1
 
 
 class PackedLengthPolicy(DraftLengthPolicy):
@@ -37,9 +35,9 @@ class PackedLengthPolicy(DraftLengthPolicy):
         self.pace = np.ones(rows)  # tokens of a step, a running mean
         self.limits = [1] * rows
 
-    def depths(self, limits: list[int]) -> list[int]:
+    def depths(self, limits: list[int], unfinished: int | None = None) -> list[int]:
         self.limits = limits
-        depths = super().depths(limits)
+        depths = super().depths(limits, unfinished)
         if self.has_confidence or not any(depths) or self.is_trial:
             return depths
         prior = self._acceptance()
@@ -72,7 +70,7 @@ class PackedLengthPolicy(DraftLengthPolicy):
         descending along a row and 0 where there is none."""
         rows, width = chances.shape
         going = np.array(self.limits) > 0
-        plain = max(1, int(going.sum()))
+        plain = self.unfinished
         curve = self.forward_seconds
         start = curve.at(self.packed(plain))
         largest = max(curve.largest, plain)
@@ -94,6 +92,13 @@ class PackedLengthPolicy(DraftLengthPolicy):
             if gain > best_gain:
                 best, best_gain = count, gain
         return np.bincount(order[:best] // width, minlength=rows).tolist()
+
+    def _unpaid_capture_seconds(self, rows: int, width: int) -> float:
+        tokens = self.unfinished * (width + 1)
+        computed = self.packed(tokens)
+        if computed is None or computed > rows * self.padded(rows, width + 1):  # then it is padded
+            return super()._unpaid_capture_seconds(rows, width)
+        return self._unpaid(self.packed_capture_seconds(rows, tokens))
 
     def update(self, proposal: Proposal | None, accepted: list[int], depths: list[int], *measured) -> None:
         super().update(proposal, accepted, depths, *measured)

@@ -51,6 +51,7 @@ def attend_ragged(
         [T, Hq, Dv], zeros for padding.
 
     Raises:
+        ValueError: a sequence has more than 64 new tokens beside `tree_mask`; a replay does not check that.
         RuntimeError: a sequence does not fit its block table, its ring or `wrap`, or the kernels do not take such
             tensors; nothing is written.
     """
@@ -102,6 +103,12 @@ def _describe(
 
 
 def _cpu(q, k, v, *args):
+    starts, tree = args[4], args[-1]
+    if tree is not None and int(starts.diff().max()) > 64:
+        raise ValueError(
+            f"tree_mask with {int(starts.diff().max())} new tokens of a sequence (query_starts): allowed are at most "
+            "64, one for each bit"
+        )
     q, k, v = (x.contiguous() for x in (q, k, v))
     out = q.new_empty(*q.shape[:2], v.shape[-1])
     described = _describe(out, q, k, v, *args)
