@@ -230,7 +230,7 @@ def test_what_token_recycling_sees_of_ended_sequences(monkeypatch):
 
     monkeypatch.setattr(TokenRecycling, "observe", noted)
     options = dict(max_new_tokens=NEW, do_sample=False, stopping_criteria=[Ends()])
-    target.generate(**inputs, **options, assistant_model=fixed(TokenRecycling()))
+    target.generate(**inputs, **options, assistant_model=fixed(TokenRecycling(candidates=2, max_tokens=2)))
     of_ended = [count for row, count in seen if row == 2]
     assert of_ended[0] >= 0 and set(of_ended[of_ended.index(-1) :]) == {-1}
 
