@@ -344,5 +344,6 @@ def test_sequences_leave_by_halves_and_captures_stay(monkeypatch, min_tokens):
             for row, right in zip(output, alone):
                 assert torch.equal(row[: len(right)], right) and (row[len(right) :] == 0).all()
             assert not (again and made and lookup is None), "everything was captured in the first call"
-    rows = {rows for rows, _ in model_state.latest(model).pool.entries[-1].captured._captures}
+    kinds = model_state.latest(model).pool.entries[-1].captured._captures
+    rows = {sequences for *_, sequences, _ in kinds}
     assert rows == ({5, 1} if min_tokens == 64 else {5, 2, 1}), "one row was captured before"

@@ -1,5 +1,5 @@
-// Several rows of x times dense bfloat16 weights. As `dense_amx` does, x is laid out in pairs, and W is read as it lies:
-// a vector holds a pair of columns of 16 rows of x, which meets the same pair of a row of W.
+// Several rows of x times dense bfloat16 weights. As `dense_amx` does, x is laid out in pairs, and W is read as it
+// lies: a vector holds a pair of columns of 16 rows of x, which meets the same pair of a row of W.
 
 #pragma once
 #include "dense.h"

@@ -11,7 +11,7 @@
 
 constexpr int BAND = 32;          // rows that take whole words
 constexpr int WORDS = HALF_BITS;  // of a band
-constexpr int SEGMENT = 32;       // steps that the cache holds; of 256 sums in 32 bits hold each lane: 2 by 126 by 32,767
+constexpr int SEGMENT = 32;       // steps that the cache holds; of 256, sums in 32 bits hold a lane: 2 by 126 by 32,767
 
 struct TrellisWeight {       // mirrored in kernels/linear/native_trellis.py
     const uint16_t *packed;  // [bands, steps, WORDS, 32]
@@ -66,7 +66,7 @@ struct RoundedRows {
 };
 
 constexpr int AT_ONCE = REGISTERS < 32 ? 4 : 16;  // sums in registers
-constexpr int AHEAD = 256 * 32;  // words that are on their way from memory: hardware does not foresee both blocks' order
+constexpr int AHEAD = 256 * 32;  // words on their way from memory: hardware does not foresee both blocks' order
 
 // totals[m][row] lane by lane, of rows FIRST to END of a band, for M rows of x: what steps of a segment add. FETCHES:
 // whether these rows come first
