@@ -194,6 +194,15 @@ def disk_to_disk() -> str:
     return markdown(header, "rrrrr", [[*sizes, str(len(found["killed_after"]))]])
 
 
+def logits() -> str:
+    """How far logits in bfloat16 are from those in float32."""
+    rows = [
+        [way, f"{found['mean']:.4f}", f"{found['largest']:.4f}"] for way, found in load("bf16_logits")["ways"].items()
+    ]
+    header = "bfloat16 by | distance to float32 by its length, mean | largest"
+    return f"{markdown(header, 'lrr', rows)}\n\n{machine('bf16_logits')}"
+
+
 def prefix_tiers() -> str:
     """A prompt that was seen before, by where its blocks lie."""
     found = load("prefix_tiers")
@@ -248,6 +257,7 @@ FIGURES = {
     "prompts": prompts,
     "streamed": streamed,
     "disk_to_disk": disk_to_disk,
+    "logits": logits,
     "prefix_tiers": prefix_tiers,
     "two_processes": two_processes,
     "learning": learning,

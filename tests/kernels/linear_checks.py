@@ -36,6 +36,12 @@ def random_weight(out_features, in_features, bits, group_size, symmetric, dtype,
     return packed, scale, zero_point, dict(bits=bits, group_size=group_size, in_features=in_features)
 
 
+def codes_and_scale(number, columns, per_tensor, device):
+    """(int8 codes, float32 scales [1 or number, 1]) of rows."""
+    codes = torch.randint(-128, 128, (number, columns), dtype=torch.int8, device=device)
+    return codes, torch.rand(1 if per_tensor else number, 1, device=device) + 0.5
+
+
 def check_gradients(kernel, reference, *inputs, tolerances=(2e-6, 1e-5)):
     """Both are functions of `inputs` in float32; compares the gradients of the sum of their squares."""
     grads = []
