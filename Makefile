@@ -16,6 +16,7 @@ demo: $(STAMP)
 	$(BIN)/hf-efficient demo --output output/demo
 
 test: $(STAMP)
+	$(BIN)/python tests/compile_kernels.py
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
 		$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 40
 
