@@ -4,7 +4,7 @@
 
 SmolLM2-135M-Instruct, batch 1, greedy, after a prompt of 32 tokens: grids have groups of 64, trellises a scale a
 row and rotated inputs, but for the output projections of attention, whose rotation calibration folds. Codes are random,
-on which the speed does not depend. The models take turns. Tokens a second: the time of `tokens` more new ones.
+on which the speed does not depend. The models take turns. Tokens a second: the time of `tokens` more new ones. Parts are those of each turn.
 """
 
 import os
@@ -64,12 +64,19 @@ def main() -> None:
             if repeat:
                 times.setdefault(name, []).append(options.tokens / (seconds[1] - seconds[0]))
     speeds = {name: harness.spread(values) for name, values in times.items()}
-    parts = {bits: speeds[f"trellis {bits}"]["median"] / speeds[f"int{bits}"]["median"] for bits in options.bits}
+    parts = {
+        f"trellis {bits} beside int{bits}": harness.spread(
+            [own / grid for own, grid in zip(times[f"trellis {bits}"], times[f"int{bits}"])]
+        )
+        for bits in options.bits
+    }
     record = {
         "environment": environment.describe(),
         "load_average": os.getloadavg(),
+        "repeats": options.repeats,
         "tokens_a_second": speeds,
-        "goals": harness.goals([(f"trellis {b} beside int{b}", GOAL, part) for b, part in parts.items()], True),
+        "parts": parts,
+        "goals": harness.goals([(name, GOAL, part["median"]) for name, part in parts.items()], True),
     }
     harness.write(options.output, harness.rounded(record))
     harness.print_goals(record["goals"])

@@ -1,6 +1,6 @@
 """What do other libraries' quantized weights cost in perplexity, on the windows of benchmarks/quality.py?
 
-    pip install hqq==0.2.8 optimum-quanto bitsandbytes torchao llama-cpp-python
+    pip install hqq==0.2.8 optimum-quanto bitsandbytes torchao llama-cpp-python auto-round
     python benchmarks/quality_peers.py [--rows GLOB ...] [--tokens FILE] [--calibration-tokens FILE] [--output FILE]
 
 SmolLM2-135M-Instruct, all linears but the head, quantized and computed by the peer's own package. Perplexities and
@@ -10,7 +10,11 @@ done, with the version of the package; a package that is missing is named and it
 
 llama.cpp's types with an importance matrix are made by its own quantizer, of the mean squared inputs on 64 windows of
 the calibration text, the embedding left in 8 bits, and computed by transformers in bfloat16. They need rows of a
-multiple of 256 inputs. Rows of 576 get what llama.cpp takes instead, which has more bits.
+multiple of 256 inputs. Rows of 576 get what llama.cpp takes instead, which has more bits. `types` in a row says how
+many of the weights came out as which type.
+
+AutoRound tunes its roundings on the 128 windows of the calibration text, in groups of 64 with zero points, 8 windows a
+step, for the number of steps a block that the row's name says (its own default is 200, its light recipe takes 50).
 """
 
 import ctypes
@@ -100,8 +104,43 @@ def llama_cpp(kind: str):
             own = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name in means]
             loading = dict(gguf_file=path.name, dtype=torch.bfloat16, **dequantized_gguf())
             model = AutoModelForCausalLM.from_pretrained(made, **loading)
-        model.bits_per_weight = 8 * sum(int(t.n_bytes) for t in own) / sum(int(t.n_elements) for t in own)
+        elements = {t.name: int(t.n_elements) for t in own}
+        model.bits_per_weight = 8 * sum(int(t.n_bytes) for t in own) / sum(elements.values())
+        kinds = {t.tensor_type.name for t in own}
+        model.types = {
+            kind: sum(elements[t.name] for t in own if t.tensor_type.name == kind) / sum(elements.values())
+            for kind in sorted(kinds)
+        }
         return model.eval()
+
+    return load
+
+
+def auto_round(bits: int, steps: int):
+    """AutoRound with so many steps a block. What it stores of a group: codes, a 16-bit scale, an integer zero point."""
+
+    def load(folder):
+        from auto_round import AutoRound
+        from transformers import AutoTokenizer
+
+        windows = harness.windows(CALIBRATION[0], "calibration", 128, 512)
+        rounding = AutoRound(
+            ways.stock(folder),
+            AutoTokenizer.from_pretrained(folder),
+            scheme="W4A16",
+            bits=bits,
+            group_size=64,
+            sym=False,
+            iters=steps,
+            nsamples=len(windows),
+            seqlen=windows.shape[1],
+            batch_size=8,
+            dataset=[{"input_ids": window[None]} for window in windows],
+            device_map="cpu",
+        )
+        model, _ = rounding.quantize()
+        model.bits_per_weight = bits + (16 + bits) / 64
+        return model.to(torch.bfloat16).eval()
 
     return load
 
@@ -121,6 +160,7 @@ PEERS = {
     "hqq int4 g64": ("hqq", hqq(4)),
     "hqq int3 g64": ("hqq", hqq(3)),
     **{f"llama.cpp {kind}, imatrix": ("llama-cpp-python", llama_cpp(kind)) for kind in ("IQ4_XS", "IQ3_XS", "IQ2_M")},
+    **{f"AutoRound int{bits} g64, 50 steps": ("auto-round", auto_round(bits, 50)) for bits in (4, 3, 2)},
 }
 
 
@@ -164,6 +204,8 @@ def measure(load, texts: dict[str, torch.Tensor]) -> dict:
     model = load(samples.sample_model())
     row = {"seconds": time.perf_counter() - start}
     row["bits_per_weight"] = getattr(model, "bits_per_weight", None)
+    if hasattr(model, "types"):
+        row["types"] = model.types
     if row["bits_per_weight"] is None:
         own = linears(model)
         weights = sum(module.in_features * module.out_features for module in own.values())
