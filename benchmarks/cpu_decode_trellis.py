@@ -4,7 +4,8 @@
 
 SmolLM2-135M-Instruct, batch 1, greedy, after a prompt of 32 tokens: grids have groups of 64, trellises a scale a
 row and rotated inputs, but for the output projections of attention, whose rotation calibration folds. Codes are random,
-on which the speed does not depend. The models take turns. Tokens a second: the time of `tokens` more new ones. Parts are those of each turn.
+on which the speed does not depend. The models take turns. Tokens a second: the time of `tokens` more new ones. Parts
+are those of each turn.
 """
 
 import os
