@@ -2,14 +2,18 @@
 
     python benchmarks/learning.py [--rows GLOB ...] [--minutes 20 | --steps N] [--start-windows 128] [--starts FOLDER]
         [--tokens FILE --calibration-tokens FILE] [--checkpoints FOLDER] [--seed 0] [--output FILE]
+        [--batch-size 2] [--learning-rate R] [--text-share 0]
     python benchmarks/learning.py --table          # the table of what has been measured
 
 Model, measured texts and calibration text are those of `benchmarks/quality.py`, the text that is trained on is that of
 `benchmarks/pruning_recovery.py`, without the articles that are measured. A row makes a model (kept in FOLDER, and taken
-from there where it is) and calls `recover`, `distill` or `to_bitnet` with the dense model as teacher. The time is that
-of the call, with the teacher's forwards, the measuring of held-out text and the packing; with --checkpoints an
-interrupted row goes on, and the time is that of its last part. "FLOPs" counts six times the linear parameters a token
-for the student and two for the teacher.
+from there where it is) and calls `recover`, `distill` or `to_bitnet` with the dense model as teacher.
+
+Minutes are CPU minutes of this process, so that a machine that does other things gives the same training: 60 minutes of
+two cores are 120. They are those of the call, with the teacher's forwards, the measuring of held-out text and the
+packing. With --checkpoints an interrupted row goes on, and its minutes count from its beginning. The model that a row
+made stays in its folder there. "FLOPs" counts six times the linear parameters a token for the student and two for the
+teacher. Rows named "loss: ..." compare losses at equal minutes.
 """
 
 import json
@@ -25,6 +29,7 @@ from quality import digests, texts
 from safetensors.torch import load_file, save_file
 
 import hf_efficient
+from hf_efficient.compression.recovery import progress
 from hf_efficient.compression.recovery import training as recovery_training
 from hf_efficient.evaluation import environment, memory, perplexity
 
@@ -45,9 +50,10 @@ STARTS = {
 ROWS = {
     **{name: (name, "recover", {}) for name in STARTS if name not in ("half the layers", "0.75 width")},
     "ternary": (None, "to_bitnet", {}),
+    "half the layers": ("half the layers", "distill", {}),
     "0.75 width": ("0.75 width", "distill", {}),
     **{
-        f"half the layers, {name}": ("half the layers", "distill", options)
+        f"loss: {name}": ("half the layers", "distill", options)
         for name, options in {
             "forward": {},
             "reverse": {"divergence": "reverse"},
@@ -110,6 +116,7 @@ def measure(
     if start is not None:
         model = started(start, calibration, starts / start.replace(" ", "-").replace(":", "of"))
         before = scores_of(model, start, scored, kept)
+    earlier = seconds_before(budget["checkpoint_dir"])
     began, spent = time.perf_counter(), time.process_time()
     if function == "recover":
         done = hf_efficient.recover(model, teacher, training, **options, **budget)
@@ -117,7 +124,10 @@ def measure(
         model, done = hf_efficient.to_bitnet(teacher, training, **options, **budget)
     else:
         model, done = hf_efficient.distill(model, teacher, training, **options, **budget)
-    result |= {**done, "wall_seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - spent}
+    spent = earlier + time.process_time() - spent
+    result |= {**done, "wall_seconds": time.perf_counter() - began, "cpu_seconds": spent}
+    if budget["checkpoint_dir"] is not None:
+        model.save_pretrained(Path(budget["checkpoint_dir"]) / "model")
     result["peak_memory_bytes"] = memory.peak_memory_bytes(torch.device("cpu"))
     result["floating_point_operations"] = operations(model, teacher, done["tokens"])
     for text, after in score(model, scored).items():
@@ -131,6 +141,13 @@ def measure(
             "nll": after.tolist(),
         }
     return result
+
+
+def seconds_before(folder: str | None) -> float:
+    """CPU seconds of the interrupted training whose checkpoints lie in `folder`."""
+    states = [] if folder is None else Path(folder).glob("checkpoint-*/trainer_state.json")
+    budgets = [json.loads(path.read_text())["stateful_callbacks"]["Budget"] for path in states]
+    return max((each["attributes"]["gone"] for each in budgets if each["args"]["seconds"]), default=0.0)
 
 
 def operations(model, teacher, tokens: int) -> float:
@@ -159,10 +176,11 @@ def main() -> None:
     """Measures the rows in turn; each is in the results when it is done."""
     parser = harness.parser(__doc__, "learning.json")
     parser.add_argument("--rows", nargs="*", default=["*"], help="globs of row names")
-    parser.add_argument("--minutes", type=float, default=20)
+    parser.add_argument("--minutes", type=float, default=20, help="CPU minutes of this process")
     parser.add_argument("--steps", type=int, help="instead of minutes")
     parser.add_argument("--batch-size", type=int, default=1, help="windows of 512 tokens in a step")
     parser.add_argument("--learning-rate", type=float)
+    parser.add_argument("--text-share", type=float, default=0.0)
     parser.add_argument("--start-windows", type=int, default=128, help="of calibration, for what rows start from")
     parser.add_argument("--tokens", help="measured windows instead of the sample's")
     parser.add_argument("--calibration-tokens", help="calibration windows instead of the sample's")
@@ -182,7 +200,8 @@ def main() -> None:
     training = training[torch.randperm(len(training), generator=torch.Generator().manual_seed(0))]
     budget = {"minutes": options.minutes} if options.steps is None else {"steps": options.steps}
     budget |= {"batch_size": options.batch_size, "learning_rate": options.learning_rate, "seed": options.seed}
-    recovery_training.SAVE_EVERY = options.save_every
+    budget["text_share"] = options.text_share
+    recovery_training.SAVE_EVERY, progress.clock = options.save_every, time.process_time
     teacher = harness.load()
     dense, done = scores_of(teacher, "dense", scored, options.starts), harness.read(options.output, {})
     with tempfile.TemporaryDirectory() as scratch:

@@ -16,6 +16,7 @@ WARMUP = 0.03  # share of the training in which the learning rate rises
 LEAST_RATE = 0.05  # share of the learning rate that is left at the end
 PERPLEXITY = "held_out_perplexity"
 TIMES_MEASURED = 10  # how often in a training
+clock = time.perf_counter  # what `minutes` count; `time.process_time` for a machine that is shared
 
 
 class Budget(TrainerCallback, ExportableState):
@@ -49,7 +50,7 @@ class Budget(TrainerCallback, ExportableState):
                 given = f"the checkpoint is of another training ({kept} instead of {own})"
                 raise ValueError(f"{given}: delete it, or give another folder")
             self.used = before["attributes"]["gone"]
-        self._began = time.perf_counter()
+        self._began = clock()
         self._since, self._share_before, self._known = self._began - self.used, self.share(), {}
         total, unit = (self.seconds, "s") if self.steps is None else (self.steps, "step")
         self._total, self._shown = round(total), min(round(total), round(self.used))
@@ -57,7 +58,7 @@ class Budget(TrainerCallback, ExportableState):
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         """Trainer calls it before it computes the learning rate of the next step."""
-        self.used = self.used + 1 if self.steps else _latest(time.perf_counter() - self._since)
+        self.used = self.used + 1 if self.steps else _latest(clock() - self._since)
 
     def on_step_end(self, args, state, control, **kwargs):
         shown = max(self._shown, min(self._total, int(self.used)))
@@ -68,7 +69,7 @@ class Budget(TrainerCallback, ExportableState):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         self._known |= {name: f"{logs[name]:.3f}" for name in ("loss", PERPLEXITY) if name in (logs or {})}
-        share, spent = self.share(), time.perf_counter() - self._began
+        share, spent = self.share(), clock() - self._began
         done = share - self._share_before
         if done > 0:
             self._known["minutes_left"] = f"{spent / done * (1 - share) / 60:.1f}"
