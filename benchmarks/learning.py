@@ -201,7 +201,7 @@ def main() -> None:
     budget = {"minutes": options.minutes} if options.steps is None else {"steps": options.steps}
     budget |= {"batch_size": options.batch_size, "learning_rate": options.learning_rate, "seed": options.seed}
     budget["text_share"] = options.text_share
-    recovery_training.SAVE_EVERY, progress.clock = options.save_every, time.process_time
+    recovery_training.SAVE_EVERY, progress.TIMES_MEASURED, progress.clock = options.save_every, 2, time.process_time
     teacher = harness.load()
     dense, done = scores_of(teacher, "dense", scored, options.starts), harness.read(options.output, {})
     with tempfile.TemporaryDirectory() as scratch:

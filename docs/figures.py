@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from environment_figures import environments, import_time, upstream
+from learning_figures import learning, losses
 from quality_figures import all_methods, choose, larger, peer_methods
 from result_files import RESULTS, load, machine, markdown
 from speculation_figures import assisted, speculation
@@ -220,20 +221,6 @@ def two_processes() -> str:
     return markdown("SmolLM2-135M, tokens | one process, ms | sending its pages | two processes", "rrrr", rows)
 
 
-def learning() -> str:
-    """What training under codes and masks gives back."""
-    rows = []
-    for name, row in load("learning").items():
-        values = [row[text][key] for text in ("wikipedia", "news") for key in ("perplexity_before", "perplexity")]
-        cells = ["" if value is None else f"{value:.2f}" for value in values]
-        rows.append([name, str(row["tokens"]), f"{row['cpu_seconds'] / 60:.0f}", *cells])
-    dense = next(iter(load("learning").values()))
-    whole = [f"{dense[text]['perplexity_dense']:.2f}" for text in ("wikipedia", "news")]
-    rows.append(["bfloat16", "", "", whole[0], "", whole[1], ""])
-    header = "recovered | tokens | CPU minutes | perplexity before | after | news before | after"
-    return markdown(header, "lrrrrrr", rows)
-
-
 def demo() -> str:
     """The table of `make demo`."""
     from hf_efficient.evaluation import report
@@ -261,6 +248,7 @@ FIGURES = {
     "prefix_tiers": prefix_tiers,
     "two_processes": two_processes,
     "learning": learning,
+    "losses": losses,
     "demo": demo,
     "serving": serving,
     "environments": environments,
@@ -292,7 +280,7 @@ def benchmarks_page() -> str:
         "## Shorter prompts", prompts(), machine("prompt_compression"),
         "## Pruning", "Perplexity after pruning single weights:", (RESULTS / "pruning.md").read_text().strip(),
         "And after structured pruning:", (RESULTS / "pruning_structured.md").read_text().strip(),
-        "## Recovery", "`recover` against the dense model, on a machine that did other things too:", learning(),
+        "## Recovery and distillation", "Trained against the dense model:", learning(), losses(),
         machine("learning"),
         "## GPU kernels, predicted",
         "Rows that say predicted were not measured. `benchmarks/gpu_model.py` counts the instructions of each kernel's "

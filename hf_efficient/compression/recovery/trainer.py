@@ -35,9 +35,10 @@ class DistillationTrainer(Trainer):
         labels[:, :-1] = tokens[:, 1:]
         if "attention_mask" in inputs:
             labels[:, :-1].masked_fill_(inputs["attention_mask"][:, 1:] == 0, -100)
-        expected = target.logits[counted.to(target.logits.device)].to(outputs.logits.device)
-        said = outputs.logits[counted]
-        loss = distillation_loss(said, expected, labels[counted], self.divergence, self.text_share)
+        expected, said = target.logits.to(outputs.logits.device), outputs.logits
+        if not counted.all():  # else a copy of all logits, and one of their gradient
+            expected, said, labels = expected[counted], said[counted], labels[counted]
+        loss = distillation_loss(said, expected, labels, self.divergence, self.text_share)
         loss = loss + self.further_loss(outputs, target, counted)
         return (loss, outputs) if return_outputs else loss
 
