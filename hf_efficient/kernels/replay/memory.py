@@ -10,7 +10,7 @@ from hf_efficient.kernels.replay.instructions import OPS, Instruction
 
 
 _ALIGNMENT = 64  # bytes
-_SWEEP_BYTES = 1 << 23  # of new results, after which those that nobody reads any more are looked for
+_SWEEP_BYTES = 1 << 21  # of new results, after which those that nobody reads any more are looked for
 
 
 class UnreadResults:
