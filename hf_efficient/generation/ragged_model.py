@@ -11,7 +11,7 @@ from hf_efficient.cache.bookkeeping.tensors import to_device
 from hf_efficient.generation.model_traits import decoder_layers, reads_media, unmasked_layers
 from hf_efficient.generation.packed_reading import PackedReading
 from hf_efficient.generation.prompt_reading import SET_HERE, PromptReading
-from hf_efficient.generation.replay.captured_forward import CapturedForward, is_being_watched, tree_bits
+from hf_efficient.generation.replay.captured_forward import CapturedForward, is_being_watched, kept_bytes, tree_bits
 from hf_efficient.generation.replay.captured_prompt import CapturedPrompt
 from hf_efficient.generation.replay.graph_forward import captured_forward_of
 from hf_efficient.integrations.transformers_compat import attention_of, cache_name
@@ -117,11 +117,12 @@ class RaggedModel(PromptReading, PackedReading):
             self.captured = None
         elif self.captured is None:
             self.captured = captured_forward_of(self.model.device)(self._forward, self.cache)
+            self.captured.most_bytes = kept_bytes(self.model)
         else:
             self.captured.forward = self._forward
         if self.captured is not None:
             self.captured.is_unchanged = self.is_unchanged
-            self.captured.prompt = self.captured.prompt or CapturedPrompt(self.cache)
+            self.captured.prompt = self.captured.prompt or CapturedPrompt(self.cache, self.captured.most_bytes)
             self.captured.prompt.forward = self._prompt_forward
 
     def _prompt_forward(self, tokens: torch.Tensor, positions: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
