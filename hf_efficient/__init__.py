@@ -105,13 +105,17 @@ def register() -> None:
 @contextlib.contextmanager
 def _without_collections():
     """Without Python's garbage collector, if it is on. Modules stay, so it would look through all objects of torch and
-    transformers in vain, which takes as long as the imports do."""
+    transformers in vain, which takes half a second. Afterwards all objects count as old ones: else the next collections
+    would look through them."""
     is_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if is_on:
+            if hasattr(gc, "get_freeze_count") and not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()  # puts them into the oldest generation
             gc.enable()
 
 
@@ -139,10 +143,11 @@ class _RegisterAfterImport(importlib.abc.MetaPathFinder):
         execute = spec.loader.exec_module
 
         def exec_module(module):
-            execute(module)
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-            self.register()
+            with _without_collections():
+                execute(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                self.register()
 
         spec.loader.exec_module = exec_module
         return spec

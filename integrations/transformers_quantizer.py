@@ -196,9 +196,10 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
         is_cut = tensor_parallel.localize(model)
         self.forget_conversions(model)
         mapped = MappedFiles(self._files or () if self.pre_quantized else ())
-        for module in model.modules():
-            if isinstance(module, CompressedModule):
-                self._derive_layouts(module, mapped)
+        modules = [module for module in model.modules() if isinstance(module, CompressedModule)]
+        # the largest first: while a layout is written, the pages of its source count, too
+        for module in sorted(modules, key=lambda module: -sum(x.nbytes for x in module.parameters(recurse=False))):
+            self._derive_layouts(module, mapped)
         self.heap.finish()
         if is_cut:
             tensor_parallel.refuse_saving(model)

@@ -31,9 +31,7 @@ class ModelVersion:
         self.is_capturable = has_pages and can_be_captured(model) and not (overrides_steps(model) or has_states(model))
         self.exact_length = exact_length(model)
         self.snapshot = ModelSnapshot(model)
-        self.pool = ReplayPool(
-            self.is_capturable, replaces_sdpa and has_pages, self.snapshot.complete, model.device, model.dtype
-        )
+        self.pool = ReplayPool(self.is_capturable, replaces_sdpa and has_pages, self.snapshot.complete, model)
 
     def is_current(self, model) -> bool:
         """Whether nothing about `model` has changed. Where accelerate offloads its weights, only the attention is

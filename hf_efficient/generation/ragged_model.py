@@ -8,27 +8,17 @@ import torch
 from torch.nn.functional import pad
 
 from hf_efficient.cache.bookkeeping.tensors import to_device
-from hf_efficient.generation.media_prompt import prefill_media
 from hf_efficient.generation.model_traits import decoder_layers, reads_media, unmasked_layers
 from hf_efficient.generation.packed_reading import PackedReading
-from hf_efficient.generation.replay.captured_forward import CapturedForward, is_being_watched, tree_bits
+from hf_efficient.generation.prompt_reading import SET_HERE, PromptReading
+from hf_efficient.generation.replay.captured_forward import CapturedForward, is_being_watched, kept_bytes, tree_bits
 from hf_efficient.generation.replay.captured_prompt import CapturedPrompt
 from hf_efficient.generation.replay.graph_forward import captured_forward_of
 from hf_efficient.integrations.transformers_compat import attention_of, cache_name
-from hf_efficient.integrations.transformers_loop import MEDIA_INPUTS, limits_logits, prefill
+from hf_efficient.integrations.transformers_loop import limits_logits
 
 
-GROUP_TOKENS = 256  # of prompts that a CPU runs together: larger groups take as long a token
-GROUPING_THRESHOLD = 0.9  # prompts are run in groups where these compute less than this share of all positions
-_HANDLED = {"attention_mask", "position_ids", cache_name(), "use_cache", "logits_to_keep"}  # arguments set here
-
-
-def _is_left_padded(mask: torch.Tensor) -> bool:
-    """Whether every sequence of `mask` [B, S] has tokens, and padding at the left alone."""
-    return bool((mask[:, 1:] >= mask[:, :-1]).all()) and bool(mask[:, -1].all())
-
-
-class RaggedModel(PackedReading):
+class RaggedModel(PromptReading, PackedReading):
     """Runs `model` on the next tokens of sequences of unequal length. Positions count from the first generated token:
     token 0 of a sequence is the first after its prompt.
 
@@ -96,16 +86,14 @@ class RaggedModel(PackedReading):
         lengths = self._lengths_to_replay(model_kwargs, generation_config)
         can_be_filled = self.cache.reads_pages and self.cache.eviction is None and not any(self.cache.cache_seqlens)
         if self.extra and reads_media(self.model) and can_be_filled:
-            with self._collecting_hidden():
-                logits = prefill_media(self.model, self.cache, input_ids, generation_config, model_kwargs)
-            self.extra = {key: value for key, value in self.extra.items() if key not in MEDIA_INPUTS}
+            logits = self._prefill_media(input_ids, generation_config, model_kwargs)
         elif lengths:
             logits = self._prefill_replayed(lengths, input_ids, generation_config, model_kwargs)
         elif len(groups) > 1:
             logits = self._prefill_groups(groups, input_ids, generation_config, model_kwargs)
         else:
             with self._collecting_hidden(), self.cache.forward_context():
-                logits = prefill(self.model, input_ids, generation_config, model_kwargs).logits[:, -1]
+                logits = self._read(input_ids, generation_config, model_kwargs).logits[:, -1]
         self._check_first_layers()
         self.prompt = list(self.cache.cache_seqlens)  # tokens of each prompt in the cache
         rows = len(input_ids)
@@ -121,7 +109,7 @@ class RaggedModel(PackedReading):
         return logits
 
     def _prepare_captures(self, model_kwargs: dict) -> None:
-        self.extra = {key: value for key, value in model_kwargs.items() if key not in _HANDLED and value is not None}
+        self.extra = {key: value for key, value in model_kwargs.items() if key not in SET_HERE and value is not None}
         self._take_captures()
 
     def _take_captures(self) -> None:
@@ -129,42 +117,13 @@ class RaggedModel(PackedReading):
             self.captured = None
         elif self.captured is None:
             self.captured = captured_forward_of(self.model.device)(self._forward, self.cache)
+            self.captured.most_bytes = kept_bytes(self.model)
         else:
             self.captured.forward = self._forward
         if self.captured is not None:
             self.captured.is_unchanged = self.is_unchanged
-            self.captured.prompt = self.captured.prompt or CapturedPrompt(self.cache)
+            self.captured.prompt = self.captured.prompt or CapturedPrompt(self.cache, self.captured.most_bytes)
             self.captured.prompt.forward = self._prompt_forward
-
-    def _lengths_to_replay(self, model_kwargs: dict, generation_config) -> list[int]:
-        """Tokens of each prompt where they run one by one in captured forwards, [] where not."""
-        mask, position_ids, cache = model_kwargs.get("attention_mask"), model_kwargs["position_ids"], self.cache
-        if self.captured is None or self.extra or self.hidden_layers is not None or not self.limits_logits:
-            return []
-        if not self._takes_groups() or position_ids.dim() != 2 or generation_config.prefill_chunk_size is not None:
-            return []
-        if self.is_unchanged is not None and not self.is_unchanged():
-            return []
-        if mask is not None and (mask.dim() != 2 or not _is_left_padded(mask)):
-            return []
-        rows, columns = position_ids.shape if mask is None else mask.shape
-        if len(position_ids) != rows or (cache.batch_size not in (-1, rows)):
-            return []
-        lengths = [columns] * rows if mask is None else mask.sum(1).tolist()
-        takes_all = self.captured.prompt.takes(lengths)  # counts them, the first of all too
-        return lengths if takes_all and all(layer.is_initialized for layer in cache._paged_layers) else []
-
-    def _prefill_replayed(self, lengths: list[int], input_ids, generation_config, model_kwargs: dict) -> torch.Tensor:
-        logits = []
-        for row, length in enumerate(lengths):
-            tokens, positions = (x[row : row + 1, -length:] for x in (input_ids, model_kwargs["position_ids"]))
-            with self.cache.only([row], len(lengths)), self.cache.forward_context():
-                last = self.captured.prompt(tokens, positions)
-                if last is None:
-                    own = {"attention_mask": torch.ones_like(tokens), "position_ids": positions}
-                    last = prefill(self.model, tokens, generation_config, {**model_kwargs, **own}).logits[:, -1]
-            logits.append(last.clone())
-        return torch.cat(logits)
 
     def _prompt_forward(self, tokens: torch.Tensor, positions: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """The forward of a chunk of a prompt that is captured."""
@@ -181,51 +140,6 @@ class RaggedModel(PackedReading):
                     f"model={type(self.model).__name__}: layer {layers[0].layer_idx} of its config took no part in the "
                     "prompt's forward, and masks follow from it: speculation is not possible"
                 )
-
-    def _groups(self, model_kwargs: dict) -> list[list[int]]:
-        """The prompts (indices into the batch) that a CPU runs together: groups of about equal length, where that
-        leaves out padding. At most one group: all are run at once."""
-        mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs["position_ids"]
-        has_others = any(value is not None for key, value in model_kwargs.items() if key not in _HANDLED)
-        if mask is None or has_others or mask.dim() != 2 or position_ids.shape[-2] != len(mask):
-            return []
-        if not self._takes_groups():
-            return []
-        lengths = mask.sum(1).tolist()
-        groups = []
-        for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-            if not groups or len(groups[-1]) * lengths[groups[-1][0]] >= GROUP_TOKENS:
-                groups.append([])
-            groups[-1].append(row)
-        computed = sum(len(group) * lengths[group[0]] for group in groups)
-        return groups if _is_left_padded(mask) and computed < GROUPING_THRESHOLD * mask.numel() else []
-
-    def _takes_groups(self) -> bool:
-        """Whether the cache can be filled with some sequences at a time."""
-        cache = self.cache
-        if not cache.is_compileable or len(cache.states) > 1 or cache.state.window is not None:
-            return False
-        # a caller's own cache gets the values of one forward of all: groups round otherwise
-        is_callers = any(layer.exact for layer in cache._paged_layers)
-        return self.model.device.type == "cpu" and not is_callers and not any(cache.cache_seqlens)
-
-    def _prefill_groups(self, groups, input_ids, generation_config, model_kwargs) -> torch.Tensor:
-        rows, columns = input_ids.shape
-        mask, logits, hidden = model_kwargs["attention_mask"], [None] * rows, [None] * rows
-        for group in groups:
-            width = int(mask[group[0]].sum())
-            own = {
-                "attention_mask": mask[group, -width:],
-                "position_ids": model_kwargs["position_ids"][..., group, -width:],
-            }
-            with self.cache.only(group, rows), self._collecting_hidden(), self.cache.forward_context():
-                outputs = prefill(self.model, input_ids[group, -width:], generation_config, {**model_kwargs, **own})
-            for index, row in enumerate(group):
-                logits[row] = outputs.logits[index, -1]
-                hidden[row] = None if self.hidden is None else pad(self.hidden[index], (0, 0, columns - width, 0))
-        if self.hidden is not None:
-            self.hidden = torch.stack(hidden)
-        return torch.stack(logits)
 
     def __call__(
         self,

@@ -13,7 +13,7 @@ from hf_efficient import PagedCache, enable_speculation
 from hf_efficient.cache.bookkeeping.tensors import lazy_zeros
 from hf_efficient.cache.stats import written_bytes
 from hf_efficient.generation import model_state
-from hf_efficient.generation.replay import pool
+from hf_efficient.generation.replay import captured_forward, pool
 
 
 pytestmark = pytest.mark.native_loop
@@ -83,6 +83,7 @@ def test_generate_takes_memory_for_what_it_writes(rows, lookup):
 
 @CAPTURES
 def test_a_cache_with_many_written_bytes_is_dropped(monkeypatch):
+    monkeypatch.setattr(pool, "MAX_CACHE_SHARE", 0.0)
     model, ids = enable_speculation(tiny_model("llama", eos_token_id=None)), torch.randint(3, 128, (1, 9))
 
     def generate(number, **options):
@@ -93,3 +94,16 @@ def test_a_cache_with_many_written_bytes_is_dropped(monkeypatch):
     assert written_bytes(generate(20)[-1].cache) == small, "the same blocks again"
     monkeypatch.setattr(pool, "MAX_CACHE_BYTES", 2 * small)
     assert generate(20) and not generate(200)
+
+
+@CAPTURES
+def test_more_is_kept_of_a_larger_model(monkeypatch):
+    model = tiny_model("llama")
+    weights = model.get_memory_footprint()
+    assert captured_forward.kept_bytes(model) == captured_forward.LEAST_KEPT_BYTES
+    monkeypatch.setattr(captured_forward, "LEAST_KEPT_BYTES", 1)
+    assert captured_forward.kept_bytes(model) == weights // 4
+    ids = torch.randint(3, 128, (1, 60))
+    enable_speculation(model).generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    (entry,) = model_state.latest(model).pool.entries
+    assert entry.captured.most_bytes == entry.captured.prompt.most_bytes == weights // 4

@@ -5,7 +5,7 @@ import torch
 from helpers import TINY_MODELS, left_padded_batch
 from native_loop import NATIVE_LOOP, served_model, transformers_loop
 
-from hf_efficient.generation.replay import captured_prompt
+from hf_efficient.generation.replay import captured_forward, captured_prompt
 from hf_efficient.generation.replay.captured_prompt import CapturedPrompt
 from hf_efficient.kernels.replay.recorder import Capture, NotReplayable
 
@@ -104,7 +104,8 @@ def test_prompts_that_run_at_once(kind, captures):
 
 
 def test_memory_of_all_captures_is_bounded(monkeypatch, replays):
-    monkeypatch.setattr(captured_prompt, "MAX_BYTES", 0)
+    monkeypatch.setattr(captured_forward, "LEAST_KEPT_BYTES", 0)
+    monkeypatch.setattr(captured_forward, "KEPT_SHARE", 1e-9)
     kept, call = [], CapturedPrompt.__call__
 
     def noted(self, *args):

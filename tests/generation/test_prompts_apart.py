@@ -6,7 +6,7 @@ from helpers import TINY_MODELS, assert_close, left_padded_batch, tiny_model
 from native_loop import CAPTURES, transformers_loop
 
 from hf_efficient import PagedCache, Speculation, enable_speculation, speculative_generate
-from hf_efficient.generation import ragged_model
+from hf_efficient.generation import prompt_reading
 from hf_efficient.generation.training.text import Recorder
 
 
@@ -33,7 +33,7 @@ def test_tokens_are_those_of_one_forward(name, monkeypatch):
     options = dict(do_sample=False, max_new_tokens=12, pad_token_id=0)
     with transformers_loop():
         expected = model.generate(**batch, **options)
-    monkeypatch.setattr(ragged_model, "GROUP_TOKENS", 41)
+    monkeypatch.setattr(prompt_reading, "GROUP_TOKENS", 41)
     shapes = noting_prefills(model, monkeypatch)
     for lookup in (None, 4):
         assert torch.equal(model.generate(**batch, **options, prompt_lookup_num_tokens=lookup), expected)
@@ -48,7 +48,7 @@ def test_little_padding_and_masks_with_holes_are_run_at_once(lengths, hole, monk
     model.set_attn_implementation("flash_paged")
     if hole:
         batch["attention_mask"][:, 36] = 0
-    monkeypatch.setattr(ragged_model, "GROUP_TOKENS", 41)
+    monkeypatch.setattr(prompt_reading, "GROUP_TOKENS", 41)
     shapes = noting_prefills(model, monkeypatch)
     model.generate(**batch, max_new_tokens=4)
     assert shapes == [(len(lengths), 40)]
@@ -59,7 +59,7 @@ def test_hidden_states_stand_where_the_prompts_do(monkeypatch):
     model.set_attn_implementation("flash_paged")
     states = []
     for together in (10**9, 41):
-        monkeypatch.setattr(ragged_model, "GROUP_TOKENS", together)
+        monkeypatch.setattr(prompt_reading, "GROUP_TOKENS", together)
         recorder = Recorder((0,))
         options = dict(custom_generate=speculative_generate, draft_model=Speculation(recorder, adaptive=False))
         model.generate(**batch, **options, max_new_tokens=5, eos_token_id=None)

@@ -43,6 +43,7 @@ class BlockPool:
     def __init__(self, block_size: int, num_blocks: int | None = None):
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self._starts: dict[int, int] | None = None  # inside `only`: the first block of each sequence
         self.reset()
 
     def reset(self) -> None:
@@ -139,6 +140,8 @@ class BlockPool:
                 "Nothing was changed. Free some with batch_select_indices(), rewind(), crop() or reset(), or make a "
                 f"cache of {total} blocks or more, or one that grows (neither num_blocks nor memory)."
             )
+        if self._starts is not None:
+            return None, self._starts
         sequences, shared = len(self.tables), used != sum(map(len, self.tables))
         longest = max(len(table) + more for table, more in zip(self.tables, demand))
         if self.num_blocks is not None:
@@ -250,9 +253,12 @@ class BlockPool:
         for name, values in whole.items():
             setattr(self, name, [values[sequence] for sequence in sequences])
         self._reported = [0] * len(sequences)
+        room = self.num_blocks // len(whole["tables"])  # where a forward of all would put them: no more pages are used
+        self._starts = {index: sequence * room for index, sequence in enumerate(sequences)}
         try:
             yield
         finally:
+            self._starts = None
             for name, values in whole.items():
                 for sequence, value in zip(sequences, getattr(self, name)):
                     values[sequence] = value

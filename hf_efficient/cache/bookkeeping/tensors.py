@@ -6,7 +6,7 @@ import mmap
 import torch
 
 
-_ALLOCATOR_BYTES = 1 << 20  # up to here torch's allocator reuses memory, so that a mapping would cost more
+_ALLOCATOR_BYTES = 1 << 17  # up to here torch's allocator reuses memory, so that a mapping would cost more
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 

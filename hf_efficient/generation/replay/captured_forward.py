@@ -25,7 +25,9 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # positions of captured for
 PACKED_WIDTHS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128)
 MIN_TOKENS = 4  # of all sequences: up to so many cost what one costs, so fewer are padded
 MAX_TOKENS = 128  # of all sequences: beyond, a forward takes so long that the host's time does not show
-MAX_OUTPUT_BYTES = 256 << 20  # of all captures over one cache; a capture takes 0.2 MB a token of SmolLM2-135M
+# Of the results of all captures over one cache: this share of the model's weights, or so many bytes where that is less.
+# A capture takes 0.2 MB a token of SmolLM2-135M.
+KEPT_SHARE, LEAST_KEPT_BYTES = 0.25, 64 << 20
 
 
 DTYPES = {  # of models whose forwards are captured, by device
@@ -59,11 +61,13 @@ class CapturedForward:
         is_unchanged: asked before every forward whether the model is still the one that was captured; None where no
             code of the user's runs between forwards.
         prompt: the `CapturedPrompt` over the same cache, None before the first one.
+        most_bytes: of the results of all captures that are kept.
     """
 
     is_steady = True
     runs_ahead = False
     is_of_cpu = True
+    most_bytes = LEAST_KEPT_BYTES
 
     def __init__(self, forward: Callable, cache: PagedCache):
         self.forward, self.cache, self.prompt = forward, cache, None
@@ -191,12 +195,17 @@ class CapturedForward:
     def _keep(self, kind: tuple, captured: _Captured) -> None:
         """Stores a capture; those unused for longest are dropped where all together take too much memory."""
         self._captures[kind] = captured
-        while len(self._captures) > 1 and sum(c.capture.nbytes for c in self._captures.values()) > MAX_OUTPUT_BYTES:
+        while len(self._captures) > 1 and sum(c.capture.nbytes for c in self._captures.values()) > self.most_bytes:
             del self._captures[next(iter(self._captures))]
 
     def _addresses(self) -> list[int]:
         """Of the tensors that the cache may replace by others, such as longer tables."""
         return [tensor.data_ptr() for tensor in self.cache.static_tensors()]
+
+
+def kept_bytes(model) -> int:
+    """`CapturedForward.most_bytes`, in proportion to `model`."""
+    return max(LEAST_KEPT_BYTES, int(KEPT_SHARE * model.get_memory_footprint()))
 
 
 def can_be_captured(model) -> bool:

@@ -15,7 +15,6 @@ logger = logging.get_logger(__name__)
 CHUNK = 128  # tokens of a forward: its activations stay in the second-level cache, and more cost as much each
 STEP = 16  # widths of chunks are multiples of it
 LEAST_TOKENS = 64  # of a prompt, on average, for those of a batch to run one by one
-MAX_BYTES = 128 << 20  # of the results of all captures over one cache
 
 
 class CapturedPrompt:
@@ -29,8 +28,9 @@ class CapturedPrompt:
 
     forward: Callable | None = None
 
-    def __init__(self, cache: PagedCache):
-        self.cache = cache
+    def __init__(self, cache: PagedCache, most_bytes: int):
+        """most_bytes: of the results of all captures over the cache; the latest stays in any case."""
+        self.cache, self.most_bytes = cache, most_bytes
         self._seen: Counter[int] = Counter()  # width -> batches with such a chunk
         self._captures: dict[int, tuple[tuple, list[int], Capture]] = {}  # width -> inputs, addresses, capture
         self._falls_back = False  # to eager forwards, for good
@@ -77,7 +77,7 @@ class CapturedPrompt:
                     return None
                 logits = capture.output
         self._captures[width] = inputs, now, capture
-        while len(self._captures) > 1 and sum(c.nbytes for *_, c in self._captures.values()) > MAX_BYTES:
+        while len(self._captures) > 1 and sum(c.nbytes for *_, c in self._captures.values()) > self.most_bytes:
             del self._captures[next(iter(self._captures))]
         if count < width:
             self.cache.rewind([length - (width - count) for length in self.cache.cache_seqlens])

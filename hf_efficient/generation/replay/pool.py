@@ -13,7 +13,9 @@ from hf_efficient.cache.stats import CacheStats, written_bytes
 from hf_efficient.generation.replay.captured_forward import MAX_TOKENS, CapturedForward
 
 
-MAX_CACHE_BYTES = 256 << 20  # written in a cache on a CPU: one with more is dropped after the call
+# Written in a cache on a CPU: one with more bytes, and with more than this share of the model's weights, is dropped
+# after the call.
+MAX_CACHE_BYTES, MAX_CACHE_SHARE = 256 << 20, 0.5
 MAX_SOURCE_BYTES = 1 << 30  # of the keys and values of sources, on a CPU: eight windows of whisper-small in float32
 MAX_CUDA_CACHE_BYTES = 1 << 30  # allocated by a cache on a CUDA device: one with more is dropped after the call
 # Tokens of a page: on a CPU few, so that short sequences take little; a CUDA kernel reads pages of 64 in whole tiles.
@@ -87,13 +89,12 @@ class ReplayPool:
         is_capturable: whether forwards of the model may be captured.
         over_pages: its attention "sdpa" is run over the pages of the cache.
         keeps_entries: whether anything is kept between calls.
-        device, dtype: of the model.
+        model: whose device, dtype and size are looked at; it is not kept.
     """
 
-    def __init__(
-        self, is_capturable: bool, over_pages: bool, keeps_entries: bool, device: torch.device, dtype: torch.dtype
-    ):
-        self.device, self.dtype = device, dtype
+    def __init__(self, is_capturable: bool, over_pages: bool, keeps_entries: bool, model):
+        self.device, self.dtype = model.device, model.dtype
+        self._kept_bytes = int(MAX_CACHE_SHARE * model.get_memory_footprint())
         self.is_capturable, self.over_pages, self.keeps_entries = is_capturable, over_pages, keeps_entries
         self.entries: list[PoolEntry] = []  # the latest used last
         self._lock = threading.Lock()
@@ -158,7 +159,7 @@ class ReplayPool:
         if entry.cache is not entry.pages and entry.cache.cross_attention_cache.written_bytes > MAX_SOURCE_BYTES:
             return True
         if self.device.type == "cpu":
-            return written_bytes(entry.pages) > MAX_CACHE_BYTES
+            return written_bytes(entry.pages) > max(MAX_CACHE_BYTES, self._kept_bytes)
         return CacheStats.of(entry.pages).bytes_allocated > MAX_CUDA_CACHE_BYTES
 
     def put(self, entry: PoolEntry, captured: CapturedForward | None) -> None:

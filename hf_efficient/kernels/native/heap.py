@@ -89,6 +89,16 @@ class HeapTrimmer:
         release_threads()
 
 
+def drop_pages(start: int, nbytes: int) -> int:
+    """Gives the whole pages of `nbytes` bytes at `start` back to the system, and returns their bytes. The addresses
+    stay taken; what is read there next is what the file holds, or zeros where the pages are no file's. Does nothing on
+    other systems than Linux."""
+    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if _madvise is None or sys.platform != "linux" or last <= first or _madvise(first, last - first, _DONT_NEED):
+        return 0
+    return last - first
+
+
 class MappedFiles:
     """Where this process has mapped `files`. On other systems than Linux it knows of none."""
 
@@ -113,7 +123,4 @@ class MappedFiles:
         index = bisect_right(self._ranges, (start, 2**64)) - 1
         if index < 0 or end > self._ranges[index][1]:
             return 0
-        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
-        if last <= first or _madvise(first, last - first, _DONT_NEED):
-            return 0
-        return last - first
+        return drop_pages(start, end - start)

@@ -5,10 +5,34 @@ from bisect import bisect_right
 
 import torch
 
+from hf_efficient.kernels.native.heap import drop_pages
 from hf_efficient.kernels.replay.instructions import OPS, Instruction
 
 
 _ALIGNMENT = 64  # bytes
+_SWEEP_BYTES = 1 << 21  # of new results, after which those that nobody reads any more are looked for
+
+
+class UnreadResults:
+    """Gives memory back while a forward is captured. A result keeps its address up to the end, as instructions know it
+    by that. Once no tensor refers to it, nobody reads its numbers before a replay writes them anew, so its pages go.
+    Without this a capture of 128 tokens takes the results of all layers at once."""
+
+    def __init__(self):
+        self._storages, self._pending = [], 0
+
+    def count(self, storages: list[torch.UntypedStorage]) -> None:
+        """New results, which instructions write."""
+        self._storages += storages
+        self._pending += sum(storage.nbytes() for storage in storages)
+        if self._pending >= _SWEEP_BYTES:
+            self._pending, read = 0, []
+            for storage in self._storages:
+                if _is_ours(storage):
+                    drop_pages(storage.data_ptr(), storage.nbytes())
+                else:
+                    read.append(storage)
+            self._storages = read
 
 
 def share(

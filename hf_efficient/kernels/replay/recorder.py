@@ -69,8 +69,9 @@ class Capture(TorchDispatchMode):
         super().__init__()
         self._kept, self._steps, program = [], [], []
         self._program = program  # instructions, and (function to call, the tensors it reads)
-        self._tensors = []  # all that were read or made
+        self._given = {}  # address -> tensor, of what was read and not made
         self._made = {}  # address -> storage, of results
+        self._unread = memory.UnreadResults()
         self._once = {}  # key of a call -> (what it read, its result)
         self._pinned = set()  # addresses of storages that have to stay there
         with torch.no_grad(), HostReads(), self:
@@ -87,14 +88,13 @@ class Capture(TorchDispatchMode):
     def _share_memory(self, program: list, outputs: list[torch.Tensor]) -> None:
         """Keeps no more memory for results than a replay needs."""
         self._pinned.update(map(address, outputs))
-        others = {address(x): x for x in self._tensors if address(x) not in self._made}
-        self._tensors.clear()
+        self._unread = None
         buffer, unneeded = memory.share(program, self._made, self._pinned)
         results = [storage for at, storage in self._made.items() if at not in unneeded]
-        self._kept += [*others.values(), buffer, *results]
+        self._kept += [*self._given.values(), buffer, *results]
         self.nbytes = sum(storage.nbytes() for storage in results) + (0 if buffer is None else buffer.nbytes)
         freed = sum(self._made[at].nbytes() for at in unneeded)
-        self._program = self._made = self._once = None
+        self._program = self._made = self._once = self._given = None
         HeapTrimmer().count(freed)  # 40 MB of a prompt of 32 tokens, which the C library would keep
 
     @torch.no_grad()
@@ -120,19 +120,21 @@ class Capture(TorchDispatchMode):
             return self._once[key][1]
         result = func(*args, **kwargs)
         tensors = _tensors_of(result)
-        self._tensors += [*inputs, *tensors]
+        self._given |= {address(x): x for x in inputs if address(x) not in self._made}
         if key is not None:
             self._once[key] = args[0], result
         if self._is_view(func, args, tensors):
             return result
         before = set(map(address, inputs))
-        self._made |= {address(x): x.untyped_storage() for x in tensors if address(x) not in before}
+        made = {address(x): x.untyped_storage() for x in tensors if address(x) not in before}
+        self._made |= made
         instructions = None if interpreter() is None else instructions_of(func, args, kwargs, tensors)
         if instructions is None:
             self.add_call(_call_again(func, args, kwargs, tensors), (args, kwargs))
             self._pinned.update(map(address, tensors))
             return result
         self._program += instructions
+        self._unread.count(list(made.values()))
         for instruction in instructions:
             self._kept += instruction.keep
             self._pinned.update(instruction.pinned)
