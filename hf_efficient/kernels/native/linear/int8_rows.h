@@ -85,8 +85,8 @@ static INLINE void fold(Words (&largest)[LANES], Words (&second)[LANES], Ints &f
     }
 }
 
-// Rounds up to TOGETHER rows of x in SEGMENTS_AT_ONCE segments. IS_WHOLE: all of them are there, and full. order: of the
-// bytes of a segment, place: its inverse. plus: what is added to the rounded numbers, of which the low 8 bits are
+// Rounds up to TOGETHER rows of x in SEGMENTS_AT_ONCE segments. IS_WHOLE: all of them are there, and full. order: of
+// the bytes of a segment, place: its inverse. plus: what is added to the rounded numbers, of which the low 8 bits are
 // stored. Returns the end of the columns of outliers.
 template <bool IS_WHOLE>
 static OutlierColumn *round_rows(const Matrix &w, const uint16_t *x, int rows, const Segment *segments,
@@ -102,14 +102,16 @@ static OutlierColumn *round_rows(const Matrix &w, const uint16_t *x, int rows, c
         return (Ints)absolute(value) | (lane_numbers() + LANES * v);
     };
     alignas(64) Words largest[LANES], second[LANES], totals[LANES];
-    if (!IS_WHOLE) memset(largest, 0, sizeof largest), memset(second, 0, sizeof second), memset(totals, 0, sizeof totals);
+    if (!IS_WHOLE)
+        for (Words(*of)[LANES] : {&largest, &second, &totals}) memset(*of, 0, sizeof *of);
     auto for_each = [&](auto body) __attribute__((always_inline)) {
         for (int half = 0; half < LANES; half += TOGETHER)
             for (int i = half; i < half + (IS_WHOLE ? TOGETHER : segments[half / TOGETHER].left ? rows : 0); i++)
                 body(i);
     };
     for_each([&](int i) __attribute__((always_inline)) {
-        const uint16_t *next = x + i % TOGETHER * w.in_features + segments[i / TOGETHER].first + SEGMENTS_AT_ONCE * SPAN;
+        const uint16_t *next =
+            x + i % TOGETHER * w.in_features + segments[i / TOGETHER].first + SEGMENTS_AT_ONCE * SPAN;
         Ints high = {}, low = {};
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) {

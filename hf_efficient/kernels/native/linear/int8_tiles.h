@@ -62,7 +62,8 @@ static void int8_tile(const ByteTile &tile, const Rounded &x, int64_t row, const
 #pragma GCC unroll 4
             for (int b = 0; b < N; b++) sum[m][b] = ((const Ints *)numbers)[b];
         const Words *at = tile.weights + of->first / 4 * N;
-        for (const int8_t *codes = codes_of_row + of->first, *end = codes_of_row + of->last; codes < end; codes += 4, at += N) {
+        const int8_t *codes = codes_of_row + of->first, *const end = codes_of_row + of->last;
+        for (; codes < end; codes += 4, at += N) {
             Words weights[N];
 #pragma GCC unroll 4
             for (int b = 0; b < N; b++) weights[b] = at[b];
@@ -107,7 +108,7 @@ static void int8_tile(const ByteTile &tile, const Rounded &x, int64_t row, const
 template <int N, bool HAS_REST, int M = INT8_TILE_ROWS>
 static void int8_tile_rows(const ByteTile &tile, const Rounded &x, int64_t row, int64_t rows, const uint8_t *next,
                            int64_t left, const Output &out, int64_t column) {
-    const int64_t some = left / std::max<int64_t>(rows / M, 1) + 64;
+    const int64_t some = left / std::max<int64_t>(rows / M, 1);
     for (; rows >= M; rows -= M, row += M) {
         for (const uint8_t *end = next + some; next < end; next += 64) __builtin_prefetch(next, 0, 2);
         int8_tile<M, N, HAS_REST>(tile, x, row, out, column);
@@ -135,7 +136,7 @@ static void int8_tiles(const Matrix *w, const Output *out, int count, const Roun
         if (blocks == 3) int8_tile_rows<3>(w[i], block, tile, x, rows, out[i]);
         if (blocks == 2) int8_tile_rows<2>(w[i], block, tile, x, rows, out[i]);
         if (blocks == 1) int8_tile_rows<1>(w[i], block, tile, x, rows, out[i]);
-    });
+    }, true);
 }
 #endif
 
