@@ -130,7 +130,9 @@ static OutlierColumn *round_rows(const Matrix &w, const uint16_t *x, int rows, c
     alignas(64) float factors[LANES];
     alignas(64) int32_t alone[LANES];  // the key of the number that is not rounded, or -1
     *(Floats *)factors = select((Ints)(most > 0.0f), 127 / most, Floats{});
-    *(Floats *)scales = most / 127;
+    int64_t present = LANES;  // what lies behind belongs to other rows
+    while (!IS_WHOLE && !segments[present / TOGETHER - 1].left) present -= TOGETHER;
+    store_some(scales, present, most / 127);
     *(Ints *)alone = (keys & is_alone) | ~is_alone;
     alignas(64) int8_t bytes[LANES][SPAN];
     for_each([&](int i) __attribute__((always_inline)) {
@@ -148,7 +150,7 @@ static OutlierColumn *round_rows(const Matrix &w, const uint16_t *x, int rows, c
     transpose(totals);
     Ints all = {};
     for (int i = 0; i < LANES; i++) all += (Ints)totals[i];
-    *(Floats *)sums = to_floats(all);
+    store_some(sums, present, to_floats(all));
     OutlierColumn *begin = outlier;
     for_each([&](int i) __attribute__((always_inline)) {
         const Segment &of = segments[i / TOGETHER];
@@ -176,7 +178,7 @@ static Rounded rounded(const Matrix &w, const uint16_t *x, int64_t rows, int plu
     const int64_t full = std::find_if(of, end, [](const Segment &some) { return some.left < SPAN; }) - of;
     memset(end, 0, (SEGMENTS_AT_ONCE - 1) * sizeof(Segment));  // none
     int8_t *codes = all_codes.get<int8_t>(rows * w.width);
-    const int64_t lists = ceil_div(rows, TOGETHER), numbers = lists * segments * TOGETHER + LANES;
+    const int64_t lists = ceil_div(rows, TOGETHER), numbers = lists * segments * TOGETHER;
     float *scales = all_scales.get<float>(2 * numbers), *sums = scales + numbers;
     OutlierColumn *outliers = all_outliers.get<OutlierColumn>(lists * TOGETHER * segments);
     int32_t *counts = all_counts.get<int32_t>(lists);
