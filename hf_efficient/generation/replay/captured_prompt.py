@@ -78,12 +78,8 @@ class CapturedPrompt:
                 if capture is None:
                     return None
                 logits = capture.output
-    def __init__(self, cache: PagedCache, most_bytes: int):
-        """most_bytes: of the results of all captures over the cache; the latest stays in any case."""
-        self.cache, self.most_bytes = cache, most_bytes
-        self._seen: Counter[tuple[int, int]] = Counter()  # rows and width -> batches with such a chunk
-        # rows and width -> inputs, addresses, capture
-        self._captures: dict[tuple[int, int], tuple[tuple, list[int], Capture]] = {}
+        self._captures[shape] = inputs, now, capture
+        while len(self._captures) > 1 and sum(c.nbytes for *_, c in self._captures.values()) > self.most_bytes:
             del self._captures[next(iter(self._captures))]
         if count < width:
             self.cache.rewind([length - (width - count) for length in self.cache.cache_seqlens])
