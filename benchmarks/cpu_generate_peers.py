@@ -5,9 +5,9 @@ llama.cpp and ik_llama.cpp. Writes benchmarks/results/cpu_generate_peers.json.
         [--ways GLOB ...] [--model smollm2|1b] [--checkpoints FOLDER] [--threads 2] [--output FILE]
 
 SmolLM2-135M-Instruct, or a random Llama of a 1B model's shape, greedy, fixed length. A case is `BATCHxPROMPT`, which
-measures the first token, or `BATCHxPROMPT+NEW`, which measures decoding. The engines take turns, a process each; medians of `--repeats` calls after
-one that warms up. Rows are replaced by those of a later run of the same engines and cases. Each says beside which
-engines it was measured, and when; goals compare rows of one run only.
+measures the first token, or `BATCHxPROMPT+NEW`, which measures decoding. The engines take turns, a process each;
+medians of `--repeats` calls after one that warms up. Rows are replaced by those of a later run of the same engines
+and cases. Each says beside which engines it was measured, and when; goals compare rows of one run only.
 
 Our checkpoints are quantized once, into `--checkpoints`, so that a run begins with measuring. Peers, each in a virtual
 environment of its own (MODEL: the folder of the sample model):
