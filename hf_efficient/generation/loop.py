@@ -137,6 +137,11 @@ class SpeculativeLoop:
             return None
         limits = sequences.limits
         if policy is not None:
+            if drafter.watches and policy.watches:
+                if not self._drafter_has_begun:
+                    self._begin()
+                if drafter.stirs():
+                    policy.wake()
             limits = policy.depths(limits, sum(map(sequences.unfinished, sequences.live)))
             if policy.has_confidence:  # `trim` cuts off more than that
                 nodes = min(nodes, policy.max_width(len(limits)))
