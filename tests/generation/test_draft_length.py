@@ -178,8 +178,8 @@ def test_captures_that_pay_in_a_call_are_made_at_once():
     assert call(remembered, captured, 400, 0.8) < 0.6 * 400 * forward(1) and len(captured) > 2
 
 
-@pytest.mark.parametrize(("rows", "share"), [(1, 1.0), (8, 0.25)])
-def test_cheap_drafts_that_do_not_pay_are_made_now_and_then_in_a_batch(rows, share):
+@pytest.mark.parametrize(("rows", "share"), [(1, 1.0), (8, 0.0)])
+def test_cheap_drafts_that_do_not_pay_are_made_in_trials_alone_in_a_batch(rows, share):
     policy = DraftLengthPolicy(rows, 4)
     made = []
     for _ in range(200):
@@ -291,11 +291,11 @@ def test_reading_prompts_for_trials_takes_a_small_share():
     assert not any(run(remembered, steps - 5, left=100)) and any(run(remembered, 10, left=100))
 
 
-@pytest.mark.parametrize(("rows", "cost"), [(2, 0.001), (8, 0.001), (8, 0.2)])
-def test_in_a_batch_drafts_rest_until_the_drafter_stirs(rows, cost):
-    """Drafts that nobody accepts, by a drafter that expects a tenth of them, in twenty calls. Two sequences are drafted
-    for in each step as long as that is cheap; eight only in trials, ever fewer."""
-    remembered, made, verified = Remembered(), [], []
+@pytest.mark.parametrize("cost", [0.001, 0.2])
+def test_in_a_batch_drafts_rest_until_the_drafter_stirs(cost):
+    """Drafts that nobody accepts, by a drafter that expects a tenth of them, in twenty calls: trials, ever fewer, of
+    cheap drafts, too."""
+    remembered, made, verified, rows = Remembered(), [], [], 8
     for _ in range(20):
         policy = DraftLengthPolicy(rows, 4, **remembered)
         for _ in range(100):
@@ -308,13 +308,11 @@ def test_in_a_batch_drafts_rest_until_the_drafter_stirs(rows, cost):
             verified.append(verify > 0)
         policy.finish()
     assert sum(verified[:100]) < 8 and sum(verified[100:]) < 8
-    assert all(made[1000:]) if rows == 2 else sum(made[100:]) < 16
-    assert policy.watches == (rows == 8) and policy.statistics.pause_steps > 500
-    if rows == 8:
-        policy.wake()
-        assert not policy.watches and policy.choose([100] * rows) == 4
-        assert policy.trim(drafted(rows, 4, 0.1)) is None and policy.watches
-        policy.wake()
-        policy.choose([100] * rows)
-        policy.update(drafted(rows, 4, 0.95), [4] * rows, [4] * rows, cost, forward(rows * 5))
-        assert not policy.watches and policy.statistics.pause_steps == 0, "verified drafts end the pause"
+    assert sum(made[100:]) < 16 and policy.watches and policy.statistics.pause_steps > 500
+    policy.wake()
+    assert not policy.watches and policy.choose([100] * rows) == 4
+    assert policy.trim(drafted(rows, 4, 0.1)) is None and policy.watches
+    policy.wake()
+    policy.choose([100] * rows)
+    policy.update(drafted(rows, 4, 0.95), [4] * rows, [4] * rows, cost, forward(rows * 5))
+    assert not policy.watches and policy.statistics.pause_steps == 0, "verified drafts end the pause"
