@@ -18,6 +18,7 @@ WATCH_MIN_ROWS = 4
 # earlier, so their drafts have to be surer.
 SLOWEST_ROW_SHARE = 0.3
 MIN_PAUSE, MAX_PAUSE = 8, 4096  # plain steps between two trials of a drafter that does not pay; doubled each time
+REST_STEPS_TIMED = 8  # while drafting rests, the forward of every so many steps is timed
 RETRY_FACTOR = 8  # after a trial in which every draft was accepted the next one comes this many times sooner
 # Captures must win back their seconds within the call. Exempt are the first ones of a model and those that take at most
 # this share of the seconds of all its forwards: later calls replay them. Reading prompts for trials takes no more
@@ -159,6 +160,8 @@ class DraftLengthPolicy:
         depth of its deepest draft. is_steady: False where such steps will take less time from now on, as this one
         captured its forward. tokens: that its forward computed; None for those of a padded one."""
         width, statistics = 0 if proposal is None else proposal.width, self.statistics
+        if self.timed and not width and statistics.steps_to_trial > 1 and statistics.steps_to_trial % REST_STEPS_TIMED:
+            return
         if self.timed:
             tokens = self._tokens(len(accepted), width) if tokens is None else tokens
             self._add_forward(tokens, width, verify_seconds, is_steady)
