@@ -22,7 +22,7 @@ The model is in bf16. With --bits 4 it has int4 weights, an int8 output head and
 no assistant: it would be the target).
 
 Every repeat takes the prompts in turn, and each prompt all ways, so that other work on the machine hits all of them.
-Before the first repeat our ways run three times, as their forwards are captured then, and transformers' ways once on
+Before the first repeat our ways run twice, as their forwards are captured then, and transformers' ways once on
 the first prompt; these runs are not counted.
 
 A record has tokens/s (of the median of each prompt's seconds; beside it the slowest and fastest repeat) and their ratio
@@ -65,7 +65,7 @@ GUESSES, THEIRS = 32, (10, 32)  # prompt_lookup_num_tokens: as many as we may, a
 # Tokens at most: of the copying answers all but one end before.
 NEW = {"copying": 512, "long": 256, "chat": 128}
 PARTS = ("copying-1", "copying-8", "long-1", "chat-1", "chat-8")
-WARM_UPS = 3
+WARM_UPS = 2
 COUNTED = ("draft_seconds", "verify_seconds", "host_seconds")
 
 
