@@ -1,4 +1,4 @@
-"""How a CPU reads the prompts of a batch: sequence by sequence in captured forwards, in groups without padding, and in
+"""How a CPU reads the prompts of a batch: in captured forwards, in groups without padding, and in
 parts whose activations stay within a budget."""
 
 import copy
@@ -8,6 +8,7 @@ from torch.nn.functional import pad
 
 from hf_efficient.generation.media_prompt import prefill_media
 from hf_efficient.generation.model_traits import exact_length
+from hf_efficient.generation.replay.captured_prompt import together
 from hf_efficient.integrations.transformers_compat import cache_name
 from hf_efficient.integrations.transformers_loop import MEDIA_INPUTS, prefill
 
@@ -45,7 +46,7 @@ class PromptReading:
         return logits
 
     def _lengths_to_replay(self, model_kwargs: dict, generation_config) -> list[int]:
-        """Tokens of each prompt where they run one by one in captured forwards, [] where not."""
+        """Tokens of each prompt where they run in captured forwards, [] where not."""
         mask, position_ids, cache = model_kwargs.get("attention_mask"), model_kwargs["position_ids"], self.cache
         if self.captured is None or self.extra or self.hidden_layers is not None or not self.limits_logits:
             return []
@@ -64,9 +65,10 @@ class PromptReading:
 
     def _prefill_replayed(self, lengths: list[int], input_ids, generation_config, model_kwargs: dict) -> torch.Tensor:
         logits = []
-        for row, length in enumerate(lengths):
-            tokens, positions = (x[row : row + 1, -length:] for x in (input_ids, model_kwargs["position_ids"]))
-            with self.cache.only([row], len(lengths)), self.cache.forward_context():
+        for rows in together(lengths):
+            own = slice(rows.start, rows.stop), slice(-lengths[rows[0]], None)
+            tokens, positions = input_ids[own], model_kwargs["position_ids"][own]
+            with self.cache.only(list(rows), len(lengths)), self.cache.forward_context():
                 last = self.captured.prompt(tokens, positions)
                 if last is None:
                     own = {"attention_mask": torch.ones_like(tokens), "position_ids": positions}

@@ -11,14 +11,14 @@ from hf_efficient.kernels.replay.recorder import Capture, NotReplayable
 
 
 pytestmark = NATIVE_LOOP
-LENGTHS = (23, 4, 40, 16, 21)
+LENGTHS = (23, 4, 40, 16, 16, 21)
 OPTIONS = dict(do_sample=False, max_new_tokens=6, pad_token_id=0, eos_token_id=None)
 EAGER = ("mistral", "gemma2", "gemma3", "gpt_oss")  # windows drop tokens, which prompts of one batch have to share
 
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
-    monkeypatch.setattr(captured_prompt, "CHUNK", 16)
+    monkeypatch.setattr(captured_prompt, "CHUNKS", (32, 16))
     monkeypatch.setattr(captured_prompt, "STEP", 4)
     monkeypatch.setattr(captured_prompt, "LEAST_TOKENS", 8)
 
@@ -65,9 +65,9 @@ def test_tokens_are_those_of_transformers(name, captures, replays):
     if name in EAGER:
         assert not captures
     else:
-        assert captures == 2 * [(length, True) for length in LENGTHS], "the first batch ran eagerly"
-        chunks = sum(-(-length // 16) for length in LENGTHS)
-        assert len(replays) == 2 * chunks - 3, "each of the widths 4, 8 and 16 was captured once"
+        runs = [(23, True), (4, True), (40, True), (16, True), (21, True)]  # two prompts of 16 tokens at once
+        assert captures == 2 * runs, "the first batch ran eagerly"
+        assert len(replays) == 2 * 8 - 5, "each of the widths 4, 8, 16, 32 and of two times 16 was captured once"
 
 
 def test_batches_of_other_sizes_and_the_last_position(captures):
@@ -114,8 +114,8 @@ def test_memory_of_all_captures_is_bounded(monkeypatch, replays):
         return logits
 
     monkeypatch.setattr(CapturedPrompt, "__call__", noted)
-    generates_as_transformers(served_model("llama"), [left_padded_batch((40,), seed=seed) for seed in range(3)])
-    assert set(kept) == {1} and len(replays) == 2, "of the widths 16, 16, 8 the second replays the first"
+    generates_as_transformers(served_model("llama"), [left_padded_batch((72,), seed=seed) for seed in range(3)])
+    assert set(kept) == {1} and len(replays) == 2, "of the widths 32, 32, 8 the second replays the first"
 
 
 @pytest.mark.parametrize("error", [NotReplayable("numbers"), RuntimeError("no such operator")])
@@ -129,5 +129,5 @@ def test_a_forward_that_cannot_be_captured_runs_eagerly(error, captures, monkeyp
 
     monkeypatch.setattr(Capture, "__init__", refusing)
     generates_as_transformers(model, [left_padded_batch(LENGTHS, seed=seed) for seed in range(3)])
-    assert captures == [(length, False) for length in LENGTHS], "never tried again"
+    assert captures == [(length, False) for length in (23, 4, 40, 16, 21)], "never tried again"
     assert ("prompts run eagerly" in caplog.text) is not isinstance(error, NotReplayable)

@@ -1,4 +1,5 @@
-"""Prompts on a CPU, sequence by sequence in chunks whose forwards are captured and replayed."""
+"""Prompts on a CPU, in chunks whose forwards are captured and replayed: sequence by sequence, those of one length at
+once."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -12,18 +13,18 @@ from hf_efficient.kernels.replay.recorder import Capture, NotReplayable
 
 logger = logging.get_logger(__name__)
 
-CHUNK = 128  # tokens of a forward: its activations stay in the second-level cache, and more cost as much each
+CHUNKS = (512, 128)  # tokens of a forward, as many of the first as there are: weights are read once for all of them
 STEP = 16  # widths of chunks are multiples of it
 LEAST_TOKENS = 64  # of a prompt, on average, for those of a batch to run one by one
 
 
 class CapturedPrompt:
-    """Forwards of a model over one sequence of `cache`, whose pool has a fixed size, for prompts of any length.
+    """Forwards of a model over sequences of `cache`, whose pool has a fixed size, for prompts of any length.
 
-    A width runs eagerly when it is first met, since a capture costs about three forwards.
+    A shape runs eagerly when it is first met, since a capture costs about three forwards.
 
     Attributes:
-        forward: forward(tokens, positions, last) -> logits [1, 1, vocabulary] after the token number `last`, int64 [1].
+        forward: forward(tokens, positions, last) -> logits [rows, 1, vocabulary] after token number `last`, int64 [1].
     """
 
     forward: Callable | None = None
@@ -31,21 +32,22 @@ class CapturedPrompt:
     def __init__(self, cache: PagedCache, most_bytes: int):
         """most_bytes: of the results of all captures over the cache; the latest stays in any case."""
         self.cache, self.most_bytes = cache, most_bytes
-        self._seen: Counter[int] = Counter()  # width -> batches with such a chunk
-        self._captures: dict[int, tuple[tuple, list[int], Capture]] = {}  # width -> inputs, addresses, capture
+        self._seen: Counter[tuple[int, int]] = Counter()  # rows and width -> batches with such a chunk
+        # rows and width -> inputs, addresses, capture
+        self._captures: dict[tuple[int, int], tuple[tuple, list[int], Capture]] = {}
         self._falls_back = False  # to eager forwards, for good
 
     def takes(self, lengths: list[int]) -> bool:
         """Whether prompts of so many tokens, of one batch, are replayed, or captured now."""
-        widths = {width for length in lengths for width in _widths(length)}
-        self._seen.update(widths)
+        shapes = {(len(rows), width) for rows in together(lengths) for width in _widths(lengths[rows[0]])}
+        self._seen.update(shapes)
         worth = len(lengths) == 1 or sum(lengths) >= LEAST_TOKENS * len(lengths)
-        return worth and not self._falls_back and all(self._seen[width] > 1 for width in widths)
+        return worth and not self._falls_back and all(self._seen[shape] > 1 for shape in shapes)
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
-        """Appends tokens int64 [1, n] to the only sequence of the cache, which is empty. positions: int64 [1, n].
+        """Appends tokens int64 [rows, n] to the sequences of the cache, which are empty. positions: int64 [rows, n].
 
-        Returns the logits [1, vocabulary] that follow, in a tensor that the next call overwrites; None, with nothing
+        Returns the logits [rows, vocabulary] that follow, in a tensor that the next call overwrites; None, with nothing
         appended, where the caller has to run the forward eagerly.
         """
         logits, first = None, 0
@@ -53,17 +55,17 @@ class CapturedPrompt:
             chunk = slice(first, first + width)
             logits = None if self._falls_back else self._run(tokens[:, chunk], positions[:, chunk], width)
             if logits is None:
-                self.cache.rewind([0])
+                self.cache.rewind([0] * len(tokens))
                 return None
             first += width
         return logits[:, -1]
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor | None:
-        count = tokens.shape[1]
+        (rows, count), shape = tokens.shape, (len(tokens), width)
         new = tokens, positions, torch.tensor([count - 1])
-        inputs, addresses, capture = self._captures.pop(width, (None, None, None))
+        inputs, addresses, capture = self._captures.pop(shape, (None, None, None))
         if inputs is None:
-            inputs = tuple(tensor.new_zeros(1, width) for tensor in new[:2]) + (new[2].clone(),)
+            inputs = tuple(tensor.new_zeros(rows, width) for tensor in new[:2]) + (new[2].clone(),)
         for static, values in zip(inputs[:2], new):
             static[:, :count], static[:, count:] = values, values[:, -1:]
         inputs[2].copy_(new[2])
@@ -76,7 +78,7 @@ class CapturedPrompt:
                 if capture is None:
                     return None
                 logits = capture.output
-        self._captures[width] = inputs, now, capture
+        self._captures[shape] = inputs, now, capture
         while len(self._captures) > 1 and sum(c.nbytes for *_, c in self._captures.values()) > self.most_bytes:
             del self._captures[next(iter(self._captures))]
         if count < width:
@@ -93,7 +95,22 @@ class CapturedPrompt:
             return None
 
 
+def together(lengths: list[int]) -> list[range]:
+    """The rows of a batch with prompts of these lengths that run at once: neighbours of one length, in one chunk."""
+    groups: list[range] = []
+    for row, length in enumerate(lengths):
+        last = groups[-1] if groups else range(0)
+        if last and lengths[last[0]] == length and (len(last) + 1) * length <= CHUNKS[0]:
+            groups[-1] = range(last.start, row + 1)
+        else:
+            groups.append(range(row, row + 1))
+    return groups
+
+
 def _widths(length: int) -> list[int]:
     """Of the chunks of a prompt, the last with its padding."""
-    rest = -(-(length % CHUNK) // STEP) * STEP
-    return [CHUNK] * (length // CHUNK) + [rest] * bool(rest)
+    widths = []
+    for chunk in CHUNKS:
+        widths += [chunk] * (length // chunk)
+        length %= chunk
+    return widths + [-(-length // STEP) * STEP] * bool(length)

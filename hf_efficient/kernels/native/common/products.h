@@ -13,10 +13,16 @@ struct Product {         // y = x @ weight^T + bias
 };
 
 // Calls body(index of the weight, block) for every `step`-th block of `count` weights, from all threads.
-template <class W, class F> static INLINE void for_blocks(const W *w, int count, int step, F body) {
+// side_by_side: of weights of one size a thread takes the same blocks.
+template <class W, class F>
+static INLINE void for_blocks(const W *w, int count, int step, F body, bool side_by_side = false) {
     int64_t first[MOST_PRODUCTS + 1] = {};
-    for (int i = 0; i < count; i++) first[i + 1] = first[i] + ceil_div(w[i].blocks, step);
+    for (int i = 0; i < count; i++) {
+        first[i + 1] = first[i] + ceil_div(w[i].blocks, step);
+        side_by_side &= w[i].blocks == w->blocks;
+    }
     parallel(first[count], [&](int64_t unit, int64_t end) {
+        for (; side_by_side && unit < end; unit++) body(unit % count, unit / count * step);
         for (int i = 0; unit < end; unit++) {
             while (unit >= first[i + 1]) i++;
             body(i, (unit - first[i]) * step);

@@ -38,19 +38,28 @@ struct Bytewise {
     }
 };
 
-constexpr int TOGETHER = 8;  // rows whose outliers stand in one list
+constexpr int TOGETHER = 4;                          // rows whose outliers stand in one list
+constexpr int SEGMENTS_AT_ONCE = LANES / TOGETHER;  // that are rounded
 
-struct Outlier {
-    float value;                 // of x, 0 in its codes
-    int32_t row, column, group;  // of TOGETHER; among the codes of a row; of W
+struct OutlierColumn {
+    int32_t column, segment;  // among the codes of a row
+    float values[TOGETHER];  // of x, 0 where it is no outlier: there the codes are 0
+};
+
+struct Segment {
+    int64_t first, left, last, g;  // columns: the first, how many W has, behind the padding; the group
 };
 
 struct Rounded {                 // rows of x
     const int8_t *codes;         // [rows, width], columns in the order of Bytewise
-    const float *scales, *sums;  // [rows, segments]; sums of a segment's rounded numbers, whole
-    const Outlier *outliers;     // [rows, segments], those of TOGETHER rows from the first of them on, row by row
-    const int32_t *counts;       // of them: [rows / TOGETHER]
+    const float *scales, *sums;     // as `at` tells; sums of a segment's rounded numbers, whole
+    const OutlierColumn *outliers;  // [rows, segments], those of TOGETHER rows from the first of them on, by segments
+    const int32_t *counts;          // of them: [rows / TOGETHER]
     int64_t width, segments;
+    const Segment *of;  // [segments]
+    INLINE int64_t at(int64_t row, int64_t segment) const {  // [rows / TOGETHER, segments, TOGETHER]
+        return (row / TOGETHER * segments + segment) * TOGETHER + row % TOGETHER;
+    }
 };
 
 constexpr int OUTLIER = 2;               // times the others of its segment
@@ -62,73 +71,136 @@ static INLINE float from_bits(int32_t bits) {
     return value;
 }
 
-// plus: what is added to the rounded numbers, of which the low 8 bits are stored. place: the inverse of `order`.
-// Outliers of the row of TOGETHER, at most one a segment and one more, are written from `outlier` on. Returns the end.
-static Outlier *round_row(const Matrix &w, const uint16_t *x, const uint8_t (&order)[SPAN],
-                          const uint8_t (&place)[SPAN], int plus, int8_t *codes, float *scales, float *sums,
-                          int32_t row, Outlier *outlier) {
-    constexpr int INDEX = SPAN - 1;  // of a number: in bits that bfloat16 leaves free, so that keys differ
-    for_segments<SPAN>(w, [&](int64_t segment, int64_t g, int64_t step, int64_t end) __attribute__((always_inline)) {
-        const int64_t first = step * w.COLUMNS, last = end * w.COLUMNS, left = std::min(last, w.in_features) - first;
-        Floats values[4];
-        Ints keys[4], largest = {}, second = {};  // of the bits, so that NaN and infinity stay
+constexpr int INDEX = SPAN - 1;  // of a number: in bits that bfloat16 leaves free, so that keys differ
+
+// The largest keys of 16 rows of a segment and the second largest, in lanes, from those of every lane in vectors.
+static INLINE void fold(Words (&largest)[LANES], Words (&second)[LANES], Ints &first_key, Ints &second_key) {
+    transpose(largest), transpose(second);
+    first_key = second_key = Ints{};
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) {
+        const Ints key = (Ints)largest[i], higher = maximum(first_key, key);
+        second_key = maximum(maximum(second_key, (Ints)second[i]), first_key ^ key ^ higher);  // the lower of both
+        first_key = higher;
+    }
+}
+
+// Rounds up to TOGETHER rows of x in SEGMENTS_AT_ONCE segments. IS_WHOLE: all of them are there, and full. order: of
+// the bytes of a segment, place: its inverse. plus: what is added to the rounded numbers, of which the low 8 bits are
+// stored. Returns the end of the columns of outliers.
+template <bool IS_WHOLE>
+static OutlierColumn *round_rows(const Matrix &w, const uint16_t *x, int rows, const Segment *segments,
+                                 const uint8_t (&order)[SPAN], const uint8_t (&place)[SPAN], int plus, int8_t *codes,
+                                 float *scales, float *sums, int64_t segment, OutlierColumn *outlier) {
+    constexpr int VECTORS = SPAN / LANES;
+    auto load = [&](int i, int v) __attribute__((always_inline)) {
+        const Segment &of = segments[i / TOGETHER];
+        const uint16_t *from = x + i % TOGETHER * w.in_features + of.first + LANES * v;
+        return widen(IS_WHOLE ? *(const Halves *)from : load_some(from, of.left - LANES * v));
+    };
+    auto key = [&](Floats value, int v) __attribute__((always_inline)) {  // of the bits, so that NaN and infinity stay
+        return (Ints)absolute(value) | (lane_numbers() + LANES * v);
+    };
+    alignas(64) Words largest[LANES], second[LANES], totals[LANES];
+    if (!IS_WHOLE)
+        for (Words(*of)[LANES] : {&largest, &second, &totals}) memset(*of, 0, sizeof *of);
+    auto for_each = [&](auto body) __attribute__((always_inline)) {
+        for (int half = 0; half < LANES; half += TOGETHER)
+            for (int i = half; i < half + (IS_WHOLE ? TOGETHER : segments[half / TOGETHER].left ? rows : 0); i++)
+                body(i);
+    };
+    for_each([&](int i) __attribute__((always_inline)) {
+        const uint16_t *next =
+            x + i % TOGETHER * w.in_features + segments[i / TOGETHER].first + SEGMENTS_AT_ONCE * SPAN;
+        Ints high = {}, low = {};
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
-            values[i] = widen(load_some(x + first + LANES * i, left - LANES * i));
-            keys[i] = (Ints)absolute(values[i]) | (lane_numbers() + LANES * i);
-            const Ints higher = maximum(largest, keys[i]);
-            second = maximum(second, largest ^ keys[i] ^ higher);  // with the lower of both
-            largest = higher;
+        for (int v = 0; v < VECTORS; v++) {
+            if (v % 2 == 0) __builtin_prefetch(next + LANES * v);
+            const Ints keys = key(load(i, v), v), higher = maximum(high, keys);
+            low = maximum(low, high ^ keys ^ higher), high = higher;
         }
-        const int32_t key = highest(largest), index = std::min<int64_t>(key & INDEX, left - 1);
-        const Ints is_key = largest == key;
-        const float others = from_bits(highest(maximum(second, largest & ~is_key)) & ~INDEX);
-        float most = from_bits(key & ~INDEX);
-        const bool is_alone = most > OUTLIER * others && others > most / LARGEST_OUTLIER;
-        *outlier = {bfloat16_value(x[first + index]), row, int32_t(first + place[index]), int32_t(g)};
-        outlier += is_alone;
-        most = is_alone ? others : most;
-        const Ints zero = Ints{} + (is_alone ? key : -1);
-        const Floats factor = splat(most > 0 ? 127 / most : 0);
-        alignas(64) int8_t bytes[SPAN];
-        Ints sum_of_codes = {};
+        largest[i] = (Words)high, second[i] = (Words)low;
+    });
+    Ints keys, others;
+    fold(largest, second, keys, others);
+    Floats most = (Floats)(keys & ~INDEX);
+    const Floats of_others = (Floats)(others & ~INDEX);
+    const Ints is_alone = (Ints)(most > OUTLIER * of_others) & (Ints)(of_others > most / LARGEST_OUTLIER);
+    most = select(is_alone, of_others, most);
+    alignas(64) float factors[LANES];
+    alignas(64) int32_t alone[LANES];  // the key of the number that is not rounded, or -1
+    *(Floats *)factors = select((Ints)(most > 0.0f), 127 / most, Floats{});
+    int64_t present = LANES;  // what lies behind belongs to other rows
+    while (!IS_WHOLE && !segments[present / TOGETHER - 1].left) present -= TOGETHER;
+    store_some(scales, present, most / 127);
+    *(Ints *)alone = (keys & is_alone) | ~is_alone;
+    alignas(64) int8_t bytes[LANES][SPAN];
+    for_each([&](int i) __attribute__((always_inline)) {
+        const Ints zero = Ints{} + alone[i];
+        Ints total = {};
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
-            const Ints rounded = nearest(values[i] * factor) & ~(keys[i] == zero);
-            *(Bytes *)(bytes + LANES * i) = to_bytes(rounded + plus);
-            sum_of_codes += rounded;
+        for (int v = 0; v < VECTORS; v++) {
+            const Floats values = load(i, v);
+            const Ints rounded = nearest(values * factors[i]) & ~(key(values, v) == zero);
+            *(Bytes *)(bytes[i] + LANES * v) = to_bytes(rounded + plus);
+            total += rounded;
         }
-        store_ordered(codes + first, last - first, bytes, order);
-        scales[segment] = most / 127;
-        sums[segment] = sum(sum_of_codes);
+        totals[i] = (Words)total;
+    });
+    transpose(totals);
+    Ints all = {};
+    for (int i = 0; i < LANES; i++) all += (Ints)totals[i];
+    store_some(sums, present, to_floats(all));
+    OutlierColumn *begin = outlier;
+    for_each([&](int i) __attribute__((always_inline)) {
+        const Segment &of = segments[i / TOGETHER];
+        const int row = i % TOGETHER;
+        store_ordered(codes + row * w.width + of.first, IS_WHOLE ? SPAN : of.last - of.first, bytes[i], order);
+        if (row == 0) begin = outlier;
+        if (alone[i] < 0) return;
+        const int32_t index = alone[i] & INDEX, column = of.first + place[index];
+        OutlierColumn *to = begin;
+        while (to < outlier && to->column != column) to++;
+        if (to == outlier) *outlier++ = {column, int32_t(segment + i / TOGETHER), {}};
+        to->values[row] = bfloat16_value(x[row * w.in_features + of.first + index]);
     });
     return outlier;
 }
 
 static Rounded rounded(const Matrix &w, const uint16_t *x, int64_t rows, int plus) {
-    int64_t segments = 0;
-    for_segments<SPAN>(w, [&](int64_t, int64_t, int64_t, int64_t) { segments++; });
-    static thread_local Buffer all_codes, all_scales, all_outliers, all_counts;
+    static thread_local Buffer all_codes, all_scales, all_outliers, all_counts, all_segments;
+    Segment *const of = all_segments.get<Segment>(w.steps + SEGMENTS_AT_ONCE), *end = of;
+    for_segments<SPAN>(w, [&](int64_t, int64_t g, int64_t step, int64_t last) {
+        const int64_t first = step * w.COLUMNS;
+        *end++ = {first, std::min(last * w.COLUMNS, w.in_features) - first, last * w.COLUMNS, g};
+    });
+    const int64_t segments = end - of;
+    const int64_t full = std::find_if(of, end, [](const Segment &some) { return some.left < SPAN; }) - of;
+    memset(end, 0, (SEGMENTS_AT_ONCE - 1) * sizeof(Segment));  // none
     int8_t *codes = all_codes.get<int8_t>(rows * w.width);
-    float *scales = all_scales.get<float>(2 * rows * segments), *sums = scales + rows * segments;
-    Outlier *outliers = all_outliers.get<Outlier>(rows * segments + 1);
-    int32_t *counts = all_counts.get<int32_t>(ceil_div(rows, TOGETHER));
+    const int64_t lists = ceil_div(rows, TOGETHER), numbers = lists * segments * TOGETHER;
+    float *scales = all_scales.get<float>(2 * numbers), *sums = scales + numbers;
+    OutlierColumn *outliers = all_outliers.get<OutlierColumn>(lists * TOGETHER * segments);
+    int32_t *counts = all_counts.get<int32_t>(lists);
     alignas(64) uint8_t order[SPAN], place[SPAN];
     for (int i = 0; i < SPAN; i++) order[i] = i / w.COLUMNS * w.COLUMNS + Bytewise::column(i % w.COLUMNS);
     for (int i = 0; i < SPAN; i++) place[order[i]] = i;
-    auto some = [&](int64_t list, int64_t end) {
-        for (; list < end; list++) {
-            const int64_t first = list * TOGETHER;
-            Outlier *const begin = outliers + first * segments, *outlier = begin;
-            for (int64_t row = first; row < std::min(first + TOGETHER, rows); row++)
-                outlier = round_row(w, x + row * w.in_features, order, place, plus, codes + row * w.width,
-                                    scales + row * segments, sums + row * segments, row - first, outlier);
+    auto some = [&](int64_t list, int64_t last) {
+        for (; list < last; list++) {
+            const int64_t first = list * TOGETHER, present = std::min<int64_t>(TOGETHER, rows - first);
+            OutlierColumn *const begin = outliers + first * segments, *outlier = begin;
+            for (int64_t s = 0; s < segments; s += SEGMENTS_AT_ONCE) {
+                const bool is_whole = present == TOGETHER && s + SEGMENTS_AT_ONCE <= full;
+                outlier = (is_whole ? round_rows<true> : round_rows<false>)(
+                    w, x + first * w.in_features, present, of + s, order, place, plus, codes + first * w.width,
+                    scales + (list * segments + s) * TOGETHER, sums + (list * segments + s) * TOGETHER, s, outlier);
+            }
             counts[list] = outlier - begin;
         }
     };
-    if (rows * w.width < ALONE) some(0, ceil_div(rows, TOGETHER));
-    else parallel(ceil_div(rows, TOGETHER), some);
-    return {codes, scales, sums, outliers, counts, w.width, segments};
+    if (rows * w.width < ALONE) some(0, lists);
+    else parallel(lists, some);
+    return {codes, scales, sums, outliers, counts, w.width, segments, of};
 }
 
 // sum[m][b] += M rows of x times a line of each of BLOCKS neighbouring blocks, `stride` bytes apart; the first products
@@ -180,18 +252,23 @@ static INLINE Floats code_at(const Matrix &w, int64_t block, int column) {
 template <int M, int BLOCKS, class F>
 static INLINE void add_outliers(const Matrix &w, int64_t block, const Rounded &x, int64_t row, bool has_rest,
                                 Floats (&totals)[M][BLOCKS], F weight) {
-    const int64_t list = row / TOGETHER;
-    const Outlier *outlier = x.outliers + list * TOGETHER * x.segments;
-    for (const Outlier *end = outlier + x.counts[list]; outlier < end; outlier++) {
-        const int64_t m = outlier->row - row % TOGETHER;
-        if (m < 0 || m >= M) continue;
+    constexpr int SOME = std::min(M, TOGETHER);
+#pragma GCC unroll 2
+    for (int m = 0; m < M; m += SOME) {
+        const int64_t list = (row + m) / TOGETHER;
+        const OutlierColumn *outlier = x.outliers + list * TOGETHER * x.segments;
+        for (const OutlierColumn *end = outlier + x.counts[list]; outlier < end; outlier++)
 #pragma GCC unroll 4
-        for (int b = 0; b < BLOCKS; b++) {
-            Floats weights = weight(b, outlier->column);
-            if (has_rest) weights += MIDDLE_CODE - w.zeros(block + b, outlier->group);
-            const Floats scale = w.scales(block + b, outlier->group) * outlier->value;
-            totals[m][b] = multiply_add(weights, scale, totals[m][b]);
-        }
+            for (int b = 0; b < BLOCKS; b++) {
+                const int64_t g = x.of[outlier->segment].g;
+                Floats weights = weight(b, outlier->column);
+                if (has_rest) weights += MIDDLE_CODE - w.zeros(block + b, g);
+                weights *= w.scales(block + b, g);
+#pragma GCC unroll 4
+                for (int i = 0; i < SOME; i++)
+                    totals[m + i][b] =
+                        multiply_add(weights, splat(outlier->values[row % TOGETHER + i]), totals[m + i][b]);
+            }
     }
 }
 
@@ -200,7 +277,6 @@ static INLINE void int8_rows(const Matrix &w, int64_t block, const Rounded &x, i
     constexpr int CHAINS = M * BLOCKS < 4 && Bytewise::VECTORS > 1 ? 2 : 1;  // sums that do not wait for each other
     const int64_t stride = w.line(1, 0) - w.line(0, 0);
     const int8_t *codes = x.codes + row * x.width;
-    const float *scales = x.scales + row * x.segments, *sums = x.sums + row * x.segments;
     Floats totals[M][BLOCKS] = {};
     for_segments<SPAN>(w, [&](int64_t segment, int64_t g, int64_t step, int64_t end) __attribute__((always_inline)) {
         Ints sum[M][BLOCKS][CHAINS] = {};
@@ -216,10 +292,11 @@ static INLINE void int8_rows(const Matrix &w, int64_t block, const Rounded &x, i
             for (int m = 0; m < M; m++) {
                 Ints all = sum[m][b][0];
                 if (CHAINS > 1) all += sum[m][b][CHAINS - 1];
-                const float of_x = sums[m * x.segments + segment];
+                const int64_t at = x.at(row + m, segment);
+                const float of_x = x.sums[at];
                 Floats products = to_floats(all) - middle * of_x;  // whole numbers below 2 ** 24: exact
                 if (w.zero_is_float) products += (middle - zero) * of_x;
-                totals[m][b] += products * (scale * scales[m * x.segments + segment]);
+                totals[m][b] += products * (scale * x.scales[at]);
             }
         }
     });

@@ -94,10 +94,33 @@ static void store(void *out, int64_t type, int64_t at, int64_t count, Floats val
     store_some((uint16_t *)out + at, count, type == BFLOAT16 ? narrow(values) : to_float16(values));
 }
 
+// The results of the only span of a sequence: as `combine` has them, without what depends on several.
+static void combine_one(const AttentionCall &call, const Partial &part, const ChannelBlocks &channels,
+                        int64_t sequence, int64_t head) {
+    const int64_t dim = call.v_cache.dim, rows = call.height();
+    for (int64_t m = 0, in_group = 0; in_group < call.group(); in_group++)
+        for (int64_t query = 0; query < call.width; query++, m++) {
+            const int64_t query_head = head * call.group() + in_group;
+            const int64_t at = ((sequence * call.width + query) * call.query_heads + query_head) * dim;
+            const Softmax &of = part.softmax[m];
+            const float inverse = of.total == 0 ? 0 : 1 / of.total;
+            for (int64_t v = 0; v < channels.vectors; v++) {
+                const int64_t block = channels.block_of[v];
+                const Floats sums = part.sums[block * rows + m][v - channels.block[block].first];
+                store(call.out, call.query_type, at + v * LANES, dim - v * LANES, sums * inverse);
+            }
+            if (call.lse)
+                call.lse[sequence * call.lse_stride + query_head * call.lse_head_stride + query] =
+                    of.total == 0 ? -INFINITY : (of.top + log2f(of.total)) * LN_2;
+        }
+}
+
 // Adds up the results of the spans of one sequence and key head.
 static void combine(const AttentionCall &call, const Schedule &schedule, const Results &results,
                     const ChannelBlocks &channels, int64_t sequence, int64_t head) {
-    const int64_t dim = call.v_cache.dim;
+    const int64_t dim = call.v_cache.dim, first = schedule.own[sequence][0];
+    if (schedule.own[sequence][1] == first + 1 && schedule.group[sequence] < 0 && !call.s_aux)
+        return combine_one(call, results.of(schedule.spans[first], head), channels, sequence, head);
     for (int64_t m = 0; m < call.height(); m++) {
         const int64_t query_head = head * call.group() + m / call.width, query = m % call.width;
         // the row of a span whose queries begin with those of other sequences
@@ -178,12 +201,17 @@ static void attend(const AttentionCall &call, const Reader &pages, const Reader 
             return {span.call, span.sequence, span.in_ring, begin, last, by.key_bytes, by.value_bytes};
         };
         std::vector<Partial> parts(at_once);
-        // heads of one span follow each other because they share cache lines
+        // Heads of one span follow each other because they share cache lines. Spans of a prompt differ in length: there
+        // all spans of a head do, so that threads have about as much to do.
+        const int64_t in_turn = call.width < LEAST_PROMPT ? 1 : schedule.spans.size();
+        auto head_of = [&](int64_t unit) { return unit / in_turn % (call.heads / at_once) * at_once; };
+        auto span_of = [&](int64_t unit) -> const Span & {
+            return schedule.spans[in_turn > 1 ? unit % in_turn : unit / (call.heads / at_once)];
+        };
         for (const int64_t last = end - 1; unit < end; unit++) {
-            const int64_t groups = call.heads / at_once, head = unit % groups * at_once;
-            const int64_t next_unit = std::min(unit + 1, last);
-            const Span &span = schedule.spans[unit / groups], &next = schedule.spans[next_unit / groups];
-            Prefetch ahead = {{stretch(next, next.begin, next.end)}, next_unit % groups * at_once, at_once};
+            const int64_t groups = call.heads / at_once, head = head_of(unit), next_unit = std::min(unit + 1, last);
+            const Span &span = span_of(unit), &next = span_of(next_unit);
+            Prefetch ahead = {{stretch(next, next.begin, next.end)}, head_of(next_unit), at_once};
             if (groups == 1) {  // the next tile, up to the first of the next span
                 const int64_t second = (span.begin / TILE_TOKENS + 1) * TILE_TOKENS;
                 ahead.stretches[0] = stretch(span, second, span.end);

@@ -4,6 +4,7 @@
 #include "dense_floats.h"
 #include "dense_tiles.h"
 #include "layout.h"
+#include <initializer_list>
 
 enum Op : int32_t {
     COPY, NEG, ABS, RELU, SILU, GELU, GELU_TANH, TANH, SIGMOID, EXP, SQRT, RSQRT, RECIPROCAL, COS, SIN, POW,  // of a
@@ -35,7 +36,8 @@ struct Instruction {
 EXPORT_LAYOUTS(LAYOUT(Operand, data, strides, type)
                LAYOUT(Instruction, op, sizes, y, a, b, c, alpha, beta, weight, linear))
 
-constexpr int CHUNK = 512;  // elements of a row that are computed at once
+constexpr int CHUNK = 512;             // elements of a row that are computed at once
+constexpr int64_t WORTH_IT = 1 << 13;  // elements that several threads share
 
 template <class F> static INLINE void unary(float *x, int64_t count, F f) {
     for (int64_t i = 0; i < count; i += LANES) *(Floats *)(x + i) = f(*(const Floats *)(x + i));
@@ -91,7 +93,6 @@ static void compute(const Instruction &in, int64_t op, float *x, const float *b,
 // Calls body(at, first, end) for elements [first, end) of the row that begins at index `at`, at most `most` at once:
 // from several threads where there are enough elements.
 template <class F> static INLINE void for_many_parts(const Instruction &in, int64_t most, F body) {
-    constexpr int64_t WORTH_IT = 1 << 13;  // elements
     const int64_t *sizes = in.sizes, parts = ceil_div(sizes[3], most);
     const int64_t units = sizes[0] * sizes[1] * sizes[2] * parts;
     auto some = [&](int64_t unit, int64_t end) {
@@ -118,8 +119,37 @@ static INLINE void store_row(const float *x, const Operand &to, const int64_t *a
     store(x, to.data, to.type, offset(to.strides, at) + first * to.strides[3], to.strides[3], count);
 }
 
+static INLINE Floats rounded_to_bfloat16(Floats x) { return widen(narrow(x)); }
+
+// Whether all operands are of bfloat16, with every element beside the next.
+static bool is_in_vectors(std::initializer_list<const Operand *> operands) {
+    for (const Operand *of : operands)
+        if (!of->data || of->type != BFLOAT16 || of->strides[3] != 1) return false;
+    return true;
+}
+
+static INLINE uint16_t *bfloat16_row(const Operand &of, const int64_t *at) {
+    return (uint16_t *)of.data + offset(of.strides, at);
+}
+
+// y[i] <- f(a[i], b[i]) in one pass, which needs no memory between its operations.
+template <class F>
+static INLINE void in_one_pass(const uint16_t *a, const uint16_t *b, uint16_t *y, int64_t count, F f) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        *(Halves *)(y + i) = narrow(f(widen(*(const Halves *)(a + i)), widen(*(const Halves *)(b + i))));
+    if (i == count) return;
+    const Floats last = f(widen(load_some(a + i, count - i)), widen(load_some(b + i, count - i)));
+    store_some(y + i, count - i, narrow(last));
+}
+
 static void elementwise(const Instruction &in) {
     const bool has_b = in.op >= ADD;
+    if (in.op == ADD && in.alpha == 1 && is_in_vectors({&in.y, &in.a, &in.b}))
+        return for_many_parts(in, CHUNK, [&](const int64_t *at, int64_t first, int64_t end) {
+            in_one_pass(bfloat16_row(in.a, at) + first, bfloat16_row(in.b, at) + first, bfloat16_row(in.y, at) + first,
+                        end - first, [](Floats a, Floats b) { return a + b; });
+        });
     for_many_parts(in, CHUNK, [&](const int64_t *at, int64_t first, int64_t end) {
         float x[CHUNK], b[CHUNK];
         const int64_t count = end - first;
@@ -161,8 +191,33 @@ static INLINE void round_to(int64_t type, float *x, int64_t count) {
             *(Floats *)(x + i) = from_float16(to_float16(*(const Floats *)(x + i)));
 }
 
+// As `rms_norm`, in bfloat16 and whole vectors.
+static void rms_norm_in_vectors(const Instruction &in) {
+    const int64_t width = in.sizes[3];
+    for_many_rows(in, [&](const int64_t *at) {
+        const uint16_t *x = bfloat16_row(in.a, at), *weight = bfloat16_row(in.c, at);
+        uint16_t *y = bfloat16_row(in.y, at);
+        Floats sums = splat(0.0f);
+        for (int64_t i = 0; i < width; i += LANES) {
+            const Floats values = widen(*(const Halves *)(x + i));
+            Floats square = values * values;
+            keep(square);
+            sums += square;
+        }
+        float sum = 0;
+        for (int i = 0; i < LANES; i++) sum += sums[i];
+        const float root = 1 / std::sqrt(sum / width + (float)in.alpha);
+        for (int64_t i = 0; i < width; i += LANES) {
+            Floats values = widen(*(const Halves *)(x + i)) * root;
+            if (in.b.type == BFLOAT16) values = rounded_to_bfloat16(values);
+            *(Halves *)(y + i) = narrow(values * widen(*(const Halves *)(weight + i)));
+        }
+    });
+}
+
 static void rms_norm(const Instruction &in) {
     const int64_t width = in.sizes[3];
+    if (width % LANES == 0 && in.b.type != HALF && is_in_vectors({&in.y, &in.a, &in.c})) return rms_norm_in_vectors(in);
     for_many_rows(in, [&](const int64_t *at) {
         static thread_local Buffer buffer;
         float *x = buffer.get<float>(width + LANES), weight[CHUNK];
@@ -189,15 +244,12 @@ static void rms_norm(const Instruction &in) {
     });
 }
 
-static INLINE Floats rounded_to_bfloat16(Floats x) { return widen(narrow(x)); }
-
 // As `rotary`, in bfloat16 with every element beside the next, and whole vectors of each half.
 static void rotary_in_vectors(const Instruction &in) {
     const int64_t dim = in.sizes[3], half = dim / 2;
     for_many_rows(in, [&](const int64_t *at) {
-        auto row = [&](const Operand &of) { return (uint16_t *)of.data + offset(of.strides, at); };
-        const uint16_t *x = row(in.a), *cosine = row(in.b), *sine = row(in.c);
-        uint16_t *y = row(in.y);
+        const uint16_t *x = bfloat16_row(in.a, at), *cosine = bfloat16_row(in.b, at), *sine = bfloat16_row(in.c, at);
+        uint16_t *y = bfloat16_row(in.y, at);
         for (int64_t i = 0; i < half; i += LANES) {
             auto values = [&](const uint16_t *from) { return widen(*(const Halves *)(from + i)); };
             const Floats low = values(x), high = values(x + half);
@@ -210,14 +262,8 @@ static void rotary_in_vectors(const Instruction &in) {
     });
 }
 
-static bool is_in_vectors(const Instruction &in) {
-    for (const Operand *of : {&in.y, &in.a, &in.b, &in.c})
-        if (of->type != BFLOAT16 || of->strides[3] != 1) return false;
-    return in.sizes[3] % (2 * LANES) == 0;
-}
-
 static void rotary(const Instruction &in) {
-    if (is_in_vectors(in)) return rotary_in_vectors(in);
+    if (in.sizes[3] % (2 * LANES) == 0 && is_in_vectors({&in.y, &in.a, &in.b, &in.c})) return rotary_in_vectors(in);
     const int64_t dim = in.sizes[3], half = dim / 2;
     for_many_rows(in, [&](const int64_t *at) {
         static thread_local Buffer buffer;
@@ -240,7 +286,25 @@ static void rotary(const Instruction &in) {
     });
 }
 
+// SiLU in bfloat16. Threads share columns, as in the products that make both operands.
+static void silu_gated_in_vectors(const Instruction &in) {
+    const int64_t *sizes = in.sizes, blocks = ceil_div(sizes[3], LANES);
+    auto some = [&](int64_t block, int64_t end) {
+        const int64_t first = block * LANES, count = std::min(end * LANES, sizes[3]) - first;
+        for_rows(sizes, [&](const int64_t *at) {
+            in_one_pass(bfloat16_row(in.a, at) + first, bfloat16_row(in.b, at) + first, bfloat16_row(in.y, at) + first,
+                        count, [](Floats a, Floats b) {
+                            return rounded_to_bfloat16(a / (splat(1.0f) + exponential(-a))) * b;
+                        });
+        });
+    };
+    if (sizes[0] * sizes[1] * sizes[2] * sizes[3] < WORTH_IT) some(0, blocks);
+    else parallel(blocks, some);
+}
+
 static void gated(const Instruction &in) {
+    if (in.alpha == SILU && in.c.type == BFLOAT16 && is_in_vectors({&in.y, &in.a, &in.b}))
+        return silu_gated_in_vectors(in);
     for_many_parts(in, CHUNK, [&](const int64_t *at, int64_t first, int64_t end) {
         float x[CHUNK], b[CHUNK];
         const int64_t count = end - first;
