@@ -22,7 +22,8 @@ The model is in bf16. With --bits 4 it has int4 weights, an int8 output head and
 no assistant: it would be the target).
 
 Every repeat takes the prompts in turn, and each prompt all ways, so that other work on the machine hits all of them.
-Before the first repeat our ways run once, and transformers' ways on the first prompt; these runs are not counted.
+Before the first repeat our ways run twice, as their forwards are captured then, and transformers' ways once on
+the first prompt; these runs are not counted.
 
 A record has tokens/s (of the median of each prompt's seconds; beside it the slowest and fastest repeat) and their ratio
 to `generate` and `transformers`; `decoding_ratio`, to `generate` without the prefill; tokens per step; acceptance by
@@ -64,6 +65,7 @@ GUESSES, THEIRS = 32, (10, 32)  # prompt_lookup_num_tokens: as many as we may, a
 # Tokens at most: of the copying answers all but one end before.
 NEW = {"copying": 512, "long": 256, "chat": 128}
 PARTS = ("copying-1", "copying-8", "long-1", "chat-1", "chat-8")
+WARM_UPS = 2
 COUNTED = ("draft_seconds", "verify_seconds", "host_seconds")
 
 
@@ -182,17 +184,17 @@ def about_heads(folder: Path) -> dict:
     }
 
 
-def measure(found: dict, noted: tuple, batches: list[dict], new: int, repeats: int) -> dict:
+def measure(found: dict, noted: tuple, batches: list[dict], new: int, repeats: int, warm_ups: int) -> dict:
     """name -> seconds [repeats][batches], and of the last repeat ids [batches], what our loop counted [batches], and
     the seconds of its forwards [batches][...]."""
     forwards, counts = noted
     options = dict(max_new_tokens=new, do_sample=False)
     seconds = {name: [[] for _ in range(repeats)] for name in found}
     outputs, counted, inside = ({name: [None] * len(batches) for name in found} for _ in range(3))
-    for repeat in range(-1, repeats):
+    for repeat in range(-warm_ups, repeats):
         for index, inputs in enumerate(batches):
             for name, (_, _, generate) in found.items():
-                if repeat < 0 and index > 0 and name.startswith("transformers"):
+                if repeat < 0 and (index > 0 or repeat < -1) and name.startswith("transformers"):
                     continue
                 forwards.clear()
                 counts.clear()
@@ -340,7 +342,7 @@ def main() -> None:
         groups = [[chat] for chat in chats[:: max(1, len(chats) // options.prompts)]] if size == 1 else [chats]
         batches = [dict(tokenizer.apply_chat_template(group, **template)) for group in groups]
         ways = {name: way for name, way in found.items() if way[1] >= size}
-        measured = measure(ways, noted, batches, new, repeats)
+        measured = measure(ways, noted, batches, new, repeats, 1 if options.quick else WARM_UPS)
         end = tokenizer.eos_token_id
         some = [record(kind, size, name, measured, ways[name][0], batches, end) for name in ways]
         speed = {line["way"]: line["tokens_per_s"]["median"] for line in some}

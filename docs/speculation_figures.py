@@ -13,6 +13,7 @@ PROMPTS = {
 WAYS = {
     "prompt_lookup": "`PromptLookup(32)`",
     "both": "`BestOf(PromptLookup(32), TokenRecycling())`",
+    "assistant": "the model itself in 4 bits",
     "heads": "`DraftHeads`",
     "heads int8": "`DraftHeads`, `bits = 8`",
 }

@@ -52,6 +52,7 @@ class SpeculativeLoop:
         self.seconds = dict.fromkeys(("draft", "verify", "host"), 0.0)
         self._since = perf_counter()
         self._drafter_has_begun = False
+        self._growing = sequences.batch_size  # sequences that have not ended
         self._streamed = 0  # generated tokens of each sequence that the streamer has
 
     def run(self, logits: torch.Tensor) -> None:
@@ -137,7 +138,12 @@ class SpeculativeLoop:
             return None
         limits = sequences.limits
         if policy is not None:
-            limits = policy.depths(limits, sum(map(sequences.unfinished, sequences.live)))
+            if drafter.watches and policy.watches:
+                if not self._drafter_has_begun:
+                    self._begin()
+                if drafter.stirs():
+                    policy.wake()
+            limits = policy.depths(limits, self._growing)
             if policy.has_confidence:  # `trim` cuts off more than that
                 nodes = min(nodes, policy.max_width(len(limits)))
         if any(limits) and not self._drafter_has_begun:
@@ -163,7 +169,9 @@ class SpeculativeLoop:
             if sequences.processors_read_ids:
                 sequences.write(proposal.tokens)
         self._fed, counts = fed, None
-        if self.drafter is not None and target.packs:  # sequences that have ended take no token
+        has_ended = self._growing < len(fed)
+        if self.drafter is not None and (proposal is not None or has_ended) and target.packs:
+            # sequences that have ended take no token
             drafts = [0] * len(fed) if proposal is None else proposal.counts.tolist()
             counts = [(1 + count) * sequences.unfinished(b) for b, count in zip(sequences.live, drafts)]
         first = [total - 1 for total in self._generated()]
@@ -228,6 +236,7 @@ class SpeculativeLoop:
         """
         sequences, target = self.sequences, self.target
         going = [row for row, b in enumerate(sequences.live) if sequences.unfinished(b)]
+        self._growing = len(going)
         self._going = list(range(len(sequences.live)))
         if self._others_leave(going):
             self._going = going

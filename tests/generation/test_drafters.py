@@ -105,6 +105,24 @@ class TestPromptLookup:
         assert drafter.propose([2, 2], 63).tokens[0].tolist() == [33, 34]
         assert self.begin(rows, max_ngram=2).propose([3, 3, 3], 63) is None
 
+    def test_a_repeat_stirs_it_once(self):
+        """Of 8 tokens, then of 12: each is said once, by a drafter that has built nothing yet."""
+        drafter = self.begin([[*range(1, 20), 30], [*range(1, 20), 30], [50, 51, 52, 53]])
+        assert not drafter.stirs(), "prompts repeat each other, which is nothing new"
+        noted = []
+        for number in range(14):
+            drafter.accept([[3 + number], [80 + number], []])
+            noted.append(drafter.stirs())
+        assert [number for number, stirred in enumerate(noted) if stirred] == [7, 11]
+        drafter.select([2, 1])
+        drafter.accept([[60], [15]])
+        assert not drafter.stirs() and all(len(row.length) == 1 for row in drafter.rows)
+        drafter.accept([[50], [*range(3, 11)]])
+        assert drafter.stirs(), "what the first sequence said counts for the second, which had its prompt"
+        proposal = drafter.propose([4, 4], 63)
+        assert proposal.tokens.tolist() == [[51, 52, 53, 60], [11, 12, 13, 14]]
+        assert not drafter.stirs()
+
     @pytest.mark.parametrize("vocabulary", [2, 4, 9])
     def test_walks_find_the_longest_suffix(self, vocabulary):
         """Of one text in another that grows, too, token by token, against a search."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from draft_models import fixed
 from helpers import assert_close, left_padded_batch, needs_transformers, tiny_model
+from native_loop import transformers_loop
 from safetensors.torch import load_file, save_file
 from test_drafters import append, sequences_of
 from test_speculative_distribution import RIGHT, p_value
@@ -122,7 +123,8 @@ def test_logits_are_those_of_transformers(target, monkeypatch):
 
 def test_greedy_output_is_that_of_plain_generation(target):
     batch = left_padded_batch((5, 11, 8, 3, 9, 4, 7, 6))
-    plain = target.generate(**batch, max_new_tokens=20, do_sample=False)
+    with transformers_loop():
+        plain = target.generate(**batch, max_new_tokens=20, do_sample=False)
     drafter = MultiTokenPrediction(target)
     for rows in (1, 3, 8):
         part = {key: value[8 - rows :] for key, value in batch.items()}
@@ -135,7 +137,8 @@ def test_greedy_output_is_that_of_plain_generation(target):
         assert output.sequences.tolist() == plain[8 - rows :].tolist()
     assert mtp.of(target) is mtp.of(target), "it is read once"
     ends = dict(max_new_tokens=20, do_sample=False, eos_token_id=plain[3, 15:18].tolist(), pad_token_id=0)
-    expected = target.generate(**batch, **ends)
+    with transformers_loop():
+        expected = target.generate(**batch, **ends)
     output = target.generate(**batch, **ends, assistant_model=fixed(drafter))
     assert output.tolist() == expected.tolist(), "sequences leave the batch one by one"
     assert all(parameter.requires_grad for parameter in target.parameters()), "what is shared is as it was"

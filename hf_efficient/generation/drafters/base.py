@@ -24,6 +24,7 @@ class Drafter(ABC):
     reads_hidden: `begin` and `accept` are given hidden states of the target: what its output head reads, concatenated
         with the outputs of the decoder layers `reads_layers` (indices from 0).
     reads_logits: `observe` is called.
+    watches: `stirs` is called in steps without a draft of a batch.
     """
 
     max_tokens: int
@@ -33,6 +34,7 @@ class Drafter(ABC):
     reads_hidden = False
     reads_layers: tuple[int, ...] = ()
     reads_logits = False
+    watches = False
 
     @property
     def hidden_layers(self) -> tuple[int, ...] | None:
@@ -65,6 +67,11 @@ class Drafter(ABC):
         of `tokens` int64 [rows, width + 1], each sequence's last token and then its guesses, `counts` int64 [rows] of
         which are real. Behind them tokens and logits mean nothing; counts is -1 for a sequence that has ended, of which
         not even the last token was read."""
+
+    def stirs(self) -> bool:
+        """Whether drafts may pay again, by the tokens accepted since the last question: a look that takes microseconds,
+        where a proposal would take a share of a forward."""
+        return False
 
     @abstractmethod
     def accept(self, tokens: list[list[int]], hidden: torch.Tensor | None = None) -> None:

@@ -1,5 +1,7 @@
 """The most probable guesses of several drafters, in one tree."""
 
+import functools
+
 import torch
 
 from hf_efficient.generation.drafters.base import Drafter
@@ -47,6 +49,11 @@ class BestOf(Drafter):
         self.computes = any(drafter.computes for drafter in drafters)
         self.reads_hidden = any(drafter.reads_hidden for drafter in drafters)
         self.reads_logits = any(drafter.reads_logits for drafter in drafters)
+        self.watches = any(drafter.watches for drafter in drafters)
+
+    @property
+    def remembered_by(self):
+        return self if self.computes else _kind(tuple(type(drafter) for drafter in self.drafters))
 
     @property
     def reads_layers(self) -> tuple[int, ...]:
@@ -89,6 +96,9 @@ class BestOf(Drafter):
             return proposal_of(proposals[0], self.device) if proposals else None
         return proposal_of([_merge(trees, nodes) for trees in zip(*proposals)], self.device)
 
+    def stirs(self) -> bool:
+        return any([drafter.stirs() for drafter in self.drafters])
+
     def observe(self, tokens: torch.Tensor, counts: torch.Tensor, logits: torch.Tensor) -> None:
         for drafter in self.drafters:
             if drafter.reads_logits:
@@ -105,6 +115,15 @@ class BestOf(Drafter):
         self._trust = [self._trust[row] for row in rows]
         for drafter in self.drafters:
             drafter.select(rows)
+
+
+class _Kind:
+    """What all `BestOf` of the same drafters without a model are remembered by."""
+
+
+@functools.cache
+def _kind(types: tuple[type, ...]) -> _Kind:
+    return _Kind()
 
 
 class _Trust:

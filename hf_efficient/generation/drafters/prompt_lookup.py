@@ -3,7 +3,7 @@
 from heapq import heappop, heappush
 
 from hf_efficient.generation.drafters.base import Drafter
-from hf_efficient.generation.drafters.suffix_automaton import SuffixAutomaton, Walk
+from hf_efficient.generation.drafters.suffix_automaton import RepeatWatch, SuffixAutomaton, Walk
 from hf_efficient.generation.sequences import Sequences
 from hf_efficient.generation.speculation.proposal import Proposal
 from hf_efficient.generation.speculation.token_tree import RowTree, proposal_of
@@ -38,6 +38,7 @@ class PromptLookup(Drafter):
     """
 
     computes = False
+    watches = True
 
     def __init__(self, num_tokens: int = 20, max_ngram: int | None = None):
         for name, spelled, value in (
@@ -49,36 +50,46 @@ class PromptLookup(Drafter):
         self.max_tokens, self.max_ngram = num_tokens, max_ngram
         self.right = [rate * _PRIOR_TOKENS for rate in _ACCURACIES]
         self.matches = [_PRIOR_TOKENS] * len(_ACCURACIES)
-        self.rows, self.walks, self._new = [], [], []  # sequences, and tokens that they do not hold yet
+        self.rows, self.walks = [], []
+        self._texts, self._new = None, []  # prompts and later tokens that the rows do not hold yet
+        self._watches: list[RepeatWatch] = []
 
     @property
     def remembered_by(self):
         return PromptLookup  # `generate(prompt_lookup_num_tokens=n)` makes one for each call
 
     def begin(self, sequences: Sequences, hidden=None) -> None:
-        self._read()
+        if self._texts is None:  # a call without a proposal teaches nothing
+            self._read()
         self.device = sequences.device
         self.rows = [SuffixAutomaton() for _ in sequences.live]
-        self.walks = self._walks(sequences)
-        source = None if sequences.source is None else sequences.source.rows(sequences.live).token_lists()
-        for number, (row, tokens) in enumerate(zip(self.rows, sequences.token_lists())):
-            for token in [*(source[number] if source else ()), *tokens]:
-                row.append(token)
+        prompts = [*map(tuple, sequences.tokens[sequences.live, : sequences.prompt_length].tolist())]
+        self.walks, self._new = self._walks(prompts), []
+        self._texts = sequences.token_lists()
+        if sequences.source is not None:
+            sources = sequences.source.rows(sequences.live).token_lists()
+            self._texts = [[*source, *text] for source, text in zip(sources, self._texts)]
+        seen = {prompt: set() for prompt in prompts}  # sequences with the same one look into each other
+        self._watches = [RepeatWatch(text, seen[prompt]) for text, prompt in zip(self._texts, prompts)]
+
+    def stirs(self) -> bool:
+        return any([watch.has_repeated() for watch in self._watches])
 
     def propose(self, limits: list[int], nodes: int) -> Proposal | None:
         self._read()
+        self.stirs()  # what came so far is known
         nodes = min(nodes, self.max_tokens)
         rows = zip(self.rows, limits, self.walks)
         return proposal_of([self.guess(row, limit, nodes, walks) for row, limit, walks in rows], self.device)
 
-    def _walks(self, sequences: Sequences) -> list[list[Walk]]:
+    def _walks(self, prompts: list[tuple[int, ...]]) -> list[list[Walk]]:
         """For each sequence, a walk in the text of each other one that shares its prompt."""
         if self.max_ngram is not None:  # walks match as far as they can
             return [[] for _ in self.rows]
-        prompts, shared = sequences.tokens[sequences.live, : sequences.prompt_length].tolist(), {}
+        shared = {}
         for row, prompt in zip(self.rows, prompts):
-            shared.setdefault(tuple(prompt), []).append(row)
-        same = [(own, shared[tuple(prompt)][: MOST_SHARED + 1]) for own, prompt in zip(self.rows, prompts)]
+            shared.setdefault(prompt, []).append(row)
+        same = [(own, shared[prompt][: MOST_SHARED + 1]) for own, prompt in zip(self.rows, prompts)]
         return [[Walk(row) for row in rows if row is not own][:MOST_SHARED] for own, rows in same]
 
     def guess(self, row: SuffixAutomaton, depth: int, nodes: int, walks: tuple | list[Walk] = ()) -> RowTree:
@@ -126,8 +137,15 @@ class PromptLookup(Drafter):
 
     def accept(self, tokens: list[list[int]], hidden=None) -> None:
         self._new.append(tokens)
+        for watch, new in zip(self._watches, tokens):
+            for token in new:
+                watch.read(token)
 
     def _read(self) -> None:
+        for row, text in zip(self.rows, self._texts or ()):
+            for token in text:
+                row.append(token)
+        self._texts = None
         for tokens in self._new:
             for row, new in zip(self.rows, tokens):
                 for token in new:
@@ -156,8 +174,13 @@ class PromptLookup(Drafter):
             self.matches[bucket] /= 2
 
     def select(self, rows: list[int]) -> None:
-        self._read()
-        self.rows, self.walks = ([each[row] for row in rows] for each in (self.rows, self.walks))
+        if self._texts is None:
+            self._read()
+        else:
+            self._texts = [self._texts[row] for row in rows]
+            self._new = [[tokens[row] for row in rows] for tokens in self._new]
+        kept = ([each[row] for row in rows] for each in (self.rows, self.walks, self._watches))
+        self.rows, self.walks, self._watches = kept
 
 
 def _bucket(matched: int) -> int:

@@ -1,5 +1,6 @@
 """All substrings of a sequence that grows token by token, with where and how often each of them occurred."""
 
+_RUN = 4  # tokens that `RepeatWatch` compares at once
 _MAX_SUFFIXES = 32  # that count a new occurrence, longest first: bounds the work on periodic sequences
 
 
@@ -95,3 +96,31 @@ class Walk:
         link, length = self.text.link, self.text.length
         while self.state > 0 and self.matched <= length[link[self.state]]:
             self.state = link[self.state]
+
+
+class RepeatWatch:
+    """Notices when a growing text repeats itself, at a tenth of an automaton's work.
+
+    text: its first tokens. seen: the runs of tokens before, which texts may share.
+    """
+
+    def __init__(self, text: list[int], seen: set):
+        self._seen, self._last, self._repeated, self._is_noted = seen, (), 0, False
+        for token in text:
+            self.read(token)
+        self._repeated, self._is_noted = 0, False  # texts with the same beginning repeat nothing yet
+
+    def read(self, token: int) -> None:
+        self._last = run = (*self._last[1 - _RUN :], token)
+        if run in self._seen:
+            self._repeated += 1
+            beyond = self._repeated - 1
+            self._is_noted |= beyond >= _RUN and beyond & (beyond - 1) == 0
+        else:
+            self._repeated = 0
+            self._seen.add(run)
+
+    def has_repeated(self) -> bool:
+        """Whether since the last question 8 tokens, or 12, 20, 36 and so on, have come a second time."""
+        is_noted, self._is_noted = self._is_noted, False
+        return is_noted

@@ -46,6 +46,10 @@ class TokenRecycling(Drafter):
         self.right = (first * _PRIOR_TOKENS).repeat(max_tokens, 1)
         self.trials = torch.full_like(self.right, _PRIOR_TOKENS)
 
+    @property
+    def remembered_by(self):
+        return TokenRecycling  # a new one pays as little as the one before it
+
     def check(self, model) -> None:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         if self.table is None:

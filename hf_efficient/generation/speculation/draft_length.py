@@ -12,13 +12,13 @@ DRAFT_DECAY, IDLE_DECAY, MAX_IDLE_STEPS = 0.9, 0.97, 16
 PRIOR_TOKENS = 2.0  # proposed tokens that the acceptance of earlier calls weighs as much as
 # A draft that takes less than this share of a forward is made in every step; `trim` then decides how much is verified.
 CHEAP_DRAFT = 0.03
-# But in a batch of so many sequences, while drafts do not pay, cheap drafts are made only so often that they take this
-# share of the forwards' seconds.
-PROBE_MIN_ROWS, PROBE_SHARE = 4, 0.004
+# But not in a batch of so many sequences while drafts do not pay.
+WATCH_MIN_ROWS = 4
 # Share of a plain forward of a batch that its slowest sequence needs anyway. Sequences that are ahead of it end
 # earlier, so their drafts have to be surer.
 SLOWEST_ROW_SHARE = 0.3
-MIN_PAUSE, MAX_PAUSE = 8, 1024  # plain steps between two trials of a drafter that does not pay; doubled each time
+MIN_PAUSE, MAX_PAUSE = 8, 4096  # plain steps between two trials of a drafter that does not pay; doubled each time
+REST_STEPS_TIMED = 8  # while drafting rests, the forward of every so many steps is timed
 RETRY_FACTOR = 8  # after a trial in which every draft was accepted the next one comes this many times sooner
 # Captures must win back their seconds within the call. Exempt are the first ones of a model and those that take at most
 # this share of the seconds of all its forwards: later calls replay them. Reading prompts for trials takes no more
@@ -66,6 +66,7 @@ class DraftLengthPolicy:
         self.calibration = 1.0  # accepted tokens by those that the drafter's confidence predicted
         self.is_off = False  # no draft is made in this call
         self.has_drafted = False  # in this call
+        self._is_awake = False
         self.prompt_seconds = 0.0  # of reading the prompts, where the drafter did so before its first proposal
         self.chosen_depth, self.is_trial = 0, False  # of this step, and whether it only shows if drafts pay again
         self.predicted, self.mean_predicted = 0.0, 0.0  # accepted tokens predicted for this step, and a running mean
@@ -78,6 +79,16 @@ class DraftLengthPolicy:
         """Whether the drafter's pause outlasts a call of `steps` steps: no draft is made, and no prompt read for it."""
         self.is_off = self.timed and self.statistics.steps_to_trial > steps and not self._is_cheap(1)
         return self.is_off
+
+    @property
+    def watches(self) -> bool:
+        """Whether the next step drafts nothing unless the drafter `stirs`."""
+        is_free = len(self.accepted) < WATCH_MIN_ROWS and self._is_cheap(1)
+        return self.statistics.steps_to_trial > 1 and not is_free
+
+    def wake(self) -> None:
+        """The next step drafts as deep as it can, and later ones if that pays."""
+        self.statistics.steps_to_trial, self._is_awake = 0, True
 
     def depths(self, limits: list[int], unfinished: int | None = None) -> list[int]:
         """How deep to draft now for each sequence, with the arguments of `choose`."""
@@ -104,13 +115,12 @@ class DraftLengthPolicy:
         is_cheap = self._is_cheap(deepest)
         if statistics.steps_to_trial > 1:
             statistics.steps_to_trial -= 1
-            if not is_cheap:
-                return 0
-            if rows >= PROBE_MIN_ROWS and statistics.steps_to_trial % self._steps_between_probes(deepest):
+            if not is_cheap or rows >= WATCH_MIN_ROWS:
                 return 0
         if self.is_off:
             return 0
-        if is_cheap:
+        if is_cheap or self._is_awake:
+            self._is_awake = False
             return deepest
         if statistics.steps_to_trial:
             decay = IDLE_DECAY ** min(statistics.pause_steps, MAX_IDLE_STEPS)
@@ -150,6 +160,8 @@ class DraftLengthPolicy:
         depth of its deepest draft. is_steady: False where such steps will take less time from now on, as this one
         captured its forward. tokens: that its forward computed; None for those of a padded one."""
         width, statistics = 0 if proposal is None else proposal.width, self.statistics
+        if self.timed and not width and statistics.steps_to_trial > 1 and statistics.steps_to_trial % REST_STEPS_TIMED:
+            return
         if self.timed:
             tokens = self._tokens(len(accepted), width) if tokens is None else tokens
             self._add_forward(tokens, width, verify_seconds, is_steady)
@@ -247,10 +259,6 @@ class DraftLengthPolicy:
     def _is_cheap(self, depth: int) -> bool:
         seconds = self.statistics.draft_seconds.at(depth)
         return self.has_confidence and seconds < CHEAP_DRAFT * self.forward_seconds.at(len(self.accepted))
-
-    def _steps_between_probes(self, depth: int) -> int:
-        plain = self.forward_seconds.at(len(self.accepted))
-        return max(1, round(self.statistics.draft_seconds.at(depth) / (PROBE_SHARE * plain)))
 
     def _tokens(self, rows: int, width: int) -> int:
         """Tokens that a forward of `width` drafts a sequence computes."""

@@ -102,6 +102,8 @@ class PackedLengthPolicy(DraftLengthPolicy):
 
     def update(self, proposal: Proposal | None, accepted: list[int], depths: list[int], *measured) -> None:
         super().update(proposal, accepted, depths, *measured)
+        if proposal is None and self.statistics.steps_to_trial > 1:
+            return  # while drafting rests, nothing is learned of it
         going = np.array(self.limits) > 0
         accepted = np.array(accepted)
         self.pace = np.where(going, DRAFT_DECAY * self.pace + (1 - DRAFT_DECAY) * (1 + accepted), self.pace)
