@@ -1,6 +1,7 @@
 """Where does the time of one decoded token go on a CPU, in stock transformers and in ours?
 
-    python benchmarks/cpu_profile.py [--prompt 32 1024] [--batch 1] [--tokens 128] [--threads 2] [--ways NAME ...] [--output FILE]
+    python benchmarks/cpu_profile.py [--prompt 32 1024] [--batch 1] [--tokens 128] [--threads 2]
+        [--ways NAME ...] [--output FILE]
 
 SmolLM2-135M-Instruct, greedy; medians over the steps after the first ones, in microseconds per step. Writes
 benchmarks/results/cpu_profile.json and prints the tables.
