@@ -109,11 +109,13 @@ def fresh() -> str:
 
 def engines() -> str:
     """generate() on a CPU beside engines with environments of their own."""
-    results, rows = load("cpu_generate_peers")["results"], []
-    names = {name: label for name, label in DECODERS.items() if name in ENGINES}
+    results = [row for row in load("cpu_generate_peers")["results"] if row["model"] == "smollm2"]
+    rows, names = [], {name: label for name, label in DECODERS.items() if name in ENGINES}
     names |= {name: name for name in ENGINES if name not in names}
     for case, run in dict.fromkeys((row["case"], row["run"]) for row in results):
         found = {row["way"]: row for row in results if (row["case"], row["run"]) == (case, run)}
+        if all(name.startswith("ours") or name not in ENGINES for name in found):
+            continue  # formats of ours in turns
         shape, _, new = case.partition("+")
         batch, prompt = shape.split("x")
         key, scale = ("decode_tokens_per_s", 1) if new else ("first_token_s", 1e3)
