@@ -84,7 +84,7 @@ def test_profile_of_stock(profile, model):
     expected = {"matrix products", "attention", "cache", "norms, activations, other elementwise"}
     assert expected <= {name for name, value in found.items() if value > 0}
     assert 0 < found["Python in generate"] < found["whole"]
-    assert "| whole |" in profile.table([{"way": "stock", "prompt": 8, "microseconds": found}])
+    assert "| whole |" in profile.table([{"way": "stock", "batch": 1, "prompt": 8, "microseconds": found}])
 
 
 def test_goals_beside_other_engines_compare_rows_of_one_run(monkeypatch):
