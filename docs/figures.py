@@ -286,7 +286,7 @@ def benchmarks_page() -> str:
         "## Shorter prompts", prompts(), machine("prompt_compression"),
         "## Pruning", "Perplexity after pruning single weights:", (RESULTS / "pruning.md").read_text().strip(),
         "And after structured pruning:", (RESULTS / "pruning_structured.md").read_text().strip(),
-        "## Recovery and distillation", "Trained against the dense model:", learning(),
+        "## Recovery and distillation", "Trained against the dense model:", learning(), losses(),
         machine("learning"),
         "## GPU kernels, predicted",
         "Rows that say predicted were not measured. `benchmarks/gpu_model.py` counts the instructions of each kernel's "
