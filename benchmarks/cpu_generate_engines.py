@@ -70,12 +70,35 @@ class Onnx:
             yield int(generator.get_next_tokens()[0])
 
 
-ENGINES = {"OpenVINO": OpenVino, "vLLM": Vllm, "ONNX Runtime": Onnx}
+class IkLlama:
+    """ik_llama.cpp through the library of cpu_generate_ik_llama.c. folder: `LIBRARY:GGUF`. One sequence."""
+
+    def __init__(self, folder: str, threads: int):
+        import ctypes
+
+        library, _, path = folder.partition(":")
+        self.array, self.library = ctypes.c_int32, ctypes.CDLL(library)
+        self.seconds = (ctypes.c_double * 2)()
+        if self.library.ik_open(path.encode(), threads, 2048, 1):
+            raise RuntimeError(f"{path} could not be opened")
+
+    def timed(self, ids: list[list[int]], new: int) -> dict:
+        if len(ids) > 1:
+            raise ValueError("one sequence only")
+        tokens = (self.array * new)()
+        if self.library.ik_run((self.array * len(ids[0]))(*ids[0]), len(ids[0]), new, tokens, self.seconds):
+            raise RuntimeError("llama_decode failed")
+        return {"first": self.seconds[0], "decode": self.seconds[1], "row": list(tokens)}
+
+
+ENGINES = {"OpenVINO": OpenVino, "vLLM": Vllm, "ONNX Runtime": Onnx, "ik_llama.cpp": IkLlama}
 
 
 def answer(engine, ids: list[list[int]], new: int) -> dict:
     """Seconds to the first token and of the others, and the tokens of the first row."""
     start = time.perf_counter()
+    if isinstance(engine, IkLlama):
+        return engine.timed(ids, new)
     if isinstance(engine, Onnx):
         row, times = [], []
         for token in engine.steps(ids, new):

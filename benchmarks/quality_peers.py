@@ -13,8 +13,8 @@ the calibration text, the embedding left in 8 bits, and computed by transformers
 multiple of 256 inputs. Rows of 576 get what llama.cpp takes instead, which has more bits. `types` in a row says how
 many of the weights came out as which type.
 
-AutoRound tunes its roundings on the 128 windows of the calibration text, in groups of 64 with zero points, 8 windows a
-step, for the number of steps a block that the row's name says (its own default is 200, its light recipe takes 50).
+AutoRound tunes its roundings on 64 windows of the calibration text, in groups of 64 with zero points, 2 windows a step,
+for the number of steps a block that the row's name says (its own default is 200, its light recipe takes 50).
 """
 
 import ctypes
@@ -123,7 +123,7 @@ def auto_round(bits: int, steps: int):
         from auto_round import AutoRound
         from transformers import AutoTokenizer
 
-        windows = harness.windows(CALIBRATION[0], "calibration", 128, 512)
+        windows = harness.windows(CALIBRATION[0], "calibration", 64, 512)
         rounding = AutoRound(
             ways.stock(folder),
             AutoTokenizer.from_pretrained(folder),
@@ -134,7 +134,7 @@ def auto_round(bits: int, steps: int):
             iters=steps,
             nsamples=len(windows),
             seqlen=windows.shape[1],
-            batch_size=8,
+            batch_size=2,
             dataset=[{"input_ids": window[None]} for window in windows],
             device_map="cpu",
         )

@@ -12,6 +12,7 @@ METHODS = {
     "w8a8 int8 smoothquant": "int8 weights and activations, SmoothQuant",
     "w8a8 int8 llm_int8": "LLM.int8()",
     "w8a8 fp8 dynamic": "FP8 weights and activations",
+    "trellis 4.35 bits mixed gptq refine": "trellis of 4.35 bits on average, GPTQ and `refine=True`",
     "trellis 4 bits gptq refine": "trellis of 4 bits, GPTQ and `refine=True`",
     "trellis 4 bits gptq": "trellis of 4 bits, GPTQ",
     "int4 g32 gptq refine": 'int4 in groups of 32, GPTQ and `refine=True` (`quality="best"`)',
@@ -30,11 +31,18 @@ METHODS = {
     "int3 g64 gptq": "int3, GPTQ",
     "int3 g64 fast, no text": "int3, `WeightOnlyConfig(bits=3)`",
     "trellis 3.33 bits mixed gptq refine": "trellis of 3.33 bits on average, GPTQ and `refine=True`",
+    "trellis 2.33 bits mixed gptq refine": "trellis of 2.33 bits on average, GPTQ and `refine=True`",
+    "trellis 2.33 bits mixed gptq refine, 10 minutes end to end": "trellis of 2.33 bits, refined, then `minutes=10`",
+    "trellis 1.64 bits mixed gptq": "trellis of 1.64 bits on average, GPTQ",
     "int2 g64 gptq refine": "int2, GPTQ and `refine=True`",
     "trellis 2 bits gptq refine": "trellis of 2 bits, GPTQ and `refine=True`",
     "trellis 2 bits gptq": "trellis of 2 bits, GPTQ",
     "billm": "BiLLM",
     "pb_llm": "PB-LLM",
+    "db_llm": "DB-LLM",
+    "db_llm refine": "DB-LLM and `refine=True`",
+    "slim_llm 3 bits g64": "SliM-LLM, 3 bits on average",
+    "slim_llm 2 bits g64": "SliM-LLM, 2 bits on average",
 }
 
 
@@ -46,7 +54,7 @@ def quality_rows(names) -> list[list[str]]:
         busy = "*" if row.get("load_average", 0) > BUSY else ""
         seconds = "" if row["seconds"] is None or name == "bf16" else f"{row['seconds']:.0f}{busy}"
         perplexities = [f"{row[text]['perplexity']:.2f}" for text in ("wikipedia", "news")]
-        peak = f"{row['peak_memory_bytes'] / 1e9:.2f}"
+        peak = "" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 1e9:.2f}"
         rows.append([METHODS.get(name, name), f"{row['bits_per_weight']:.2f}", *perplexities, seconds, peak])
     return rows
 
@@ -54,17 +62,17 @@ def quality_rows(names) -> list[list[str]]:
 def choose() -> str:
     """The methods that a newcomer chooses between."""
     header = "method | bits of a weight | perplexity | news | seconds | peak memory, GB"
-    return markdown(header, "lrrrrr", quality_rows(METHODS))
+    return markdown(header, "lrrrrr", quality_rows(name for name in METHODS if name in load("quality")))
 
 
 def larger() -> str:
-    """What quantizing a model with the shapes of a 1B model takes."""
+    """What quantizing a model with the shapes of a 1B model takes, by one of its 16 blocks."""
     rows = []
     for name, row in load("calibrate_1b").items():
-        size, peak = (f"{row[part] / 1e9:.2f}" for part in ("weight_bytes", "peak_memory_bytes"))
-        rows.append([METHODS.get(name, name), str(row["config"]["windows"]), f"{row['seconds']:.0f}", peak, size])
-    header = "method | windows of text | seconds | peak memory, GB | weights, GB"
-    return markdown(header, "lrrrr", rows)
+        times = 16 / row["config"]["blocks"]
+        minutes, peak = times * row["cpu_seconds"] / 60, row["peak_memory_bytes"] + (times - 1) * row["block_bytes"]
+        rows.append([METHODS.get(name, name), str(row["config"]["windows"]), f"{minutes:.0f}", f"{peak / 1e9:.1f}"])
+    return markdown("method | windows of text | CPU minutes | peak memory, GB", "lrrr", rows)
 
 
 def all_methods() -> str:
@@ -88,5 +96,7 @@ def peer_methods() -> str:
     rows = []
     for name, row in load("quality_peers").items():
         perplexities = [f"{row[text]['perplexity']:.2f}" for text in ("wikipedia", "news")]
-        rows.append([name, row["package"], f"{row['bits_per_weight']:.2f}", *perplexities])
+        types = sorted(row.get("types", {}).items(), key=lambda item: -item[1])
+        came_out = ": " + ", ".join(f"{100 * share:.0f} % {kind}" for kind, share in types) if types else ""
+        rows.append([name + came_out, row["package"], f"{row['bits_per_weight']:.2f}", *perplexities])
     return markdown("peer | package | bits of a weight | perplexity | news", "llrrr", rows)

@@ -124,9 +124,10 @@ def _register_peft() -> None:
 
 
 class _RegisterAfterImport(importlib.abc.MetaPathFinder):
-    """Calls `register` right after `module` has been imported, so that importing hf_efficient need not import torch."""
+    """Imports `module` without garbage collections, and calls `register`, if any, right after it, so that importing
+    hf_efficient need not import torch."""
 
-    def __init__(self, module: str, register):
+    def __init__(self, module: str, register=None):
         self.module, self.register = module, register
         self._searching = threading.local()
 
@@ -147,7 +148,8 @@ class _RegisterAfterImport(importlib.abc.MetaPathFinder):
                 execute(module)
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)
-                self.register()
+                if self.register is not None:
+                    self.register()
 
         spec.loader.exec_module = exec_module
         return spec
@@ -159,3 +161,6 @@ for _module, _register in (("transformers.modeling_utils", register), ("peft", _
         _register()
     else:
         sys.meta_path.insert(0, _RegisterAfterImport(_module, _register))
+for _module in ("torch", "transformers.models.auto.modeling_auto"):  # each imports a thousand others
+    if _module not in sys.modules:
+        sys.meta_path.insert(0, _RegisterAfterImport(_module))

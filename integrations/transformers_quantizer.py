@@ -4,7 +4,6 @@ import copy
 
 import torch
 
-from hf_efficient.calibration import loading
 from hf_efficient.checkpoints import saved_tensors
 from hf_efficient.dense_layers import make_dense
 from hf_efficient.integrations import transformers_model_methods as model_methods
@@ -62,12 +61,16 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
         """Swaps the modules of `model`, on the meta device. files: of the checkpoint, or None."""
         own_files = type(self) is EfficientQuantizer
         if own_files and not self.pre_quantized:
+            from hf_efficient.calibration import loading
+
             self.quantization_config = self.quantization_config.settled(loading.can_run(model, device_map))
         config = self.quantization_config
         tensor_parallel.check(model, config, self.pre_quantized, own_files)
         self._files, self._uses_device_map = files, device_map is not None
         self.swapped = swap(model, config, self.pre_quantized, files, own_files)
         if self.swapped.calibrated:
+            from hf_efficient.calibration import loading  # here: a saved checkpoint loads without its 22 modules
+
             loading.prepare(config, self.swapped.calibrated, device_map, model)
 
     def update_parallel_plan(self, model, plan):
@@ -191,6 +194,8 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
                     f"quantize, for example {missing[:3]}: is its config that of another architecture?"
                 )
         if self.swapped.calibrated:
+            from hf_efficient.calibration import loading
+
             with model_methods.writing(model):
                 loading.run(model, self.quantization_config, self.swapped.calibrated, self.residence)
         is_cut = tensor_parallel.localize(model)

@@ -110,8 +110,8 @@ static OutlierColumn *round_rows(const Matrix &w, const uint16_t *x, int rows, c
                 body(i);
     };
     for_each([&](int i) __attribute__((always_inline)) {
-        const uint16_t *next =
-            x + i % TOGETHER * w.in_features + segments[i / TOGETHER].first + SEGMENTS_AT_ONCE * SPAN;
+        // of the rows behind these
+        const uint16_t *next = x + (i % TOGETHER + TOGETHER) * w.in_features + segments[i / TOGETHER].first;
         Ints high = {}, low = {};
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) {

@@ -194,6 +194,15 @@ static void attend(const AttentionCall &call, const Reader &pages, const Reader 
             spans_left[sequence * call.heads + head] = count;
             if (count == 0) combine(call, schedule, results, channels, sequence, head);
         }
+    // Heads of one span follow each other because they share cache lines. Spans of a prompt differ in length, the last
+    // ones being the longest: threads take one after another, and the shortest at the end.
+    const bool is_prompt = call.width >= LEAST_PROMPT;
+    std::atomic<int64_t> taken{0};
+    auto head_of = [&](int64_t unit) { return unit % (call.heads / at_once) * at_once; };
+    auto span_of = [&](int64_t unit) -> const Span & {
+        const int64_t span = unit / (call.heads / at_once), count = schedule.spans.size();
+        return schedule.spans[is_prompt ? count - 1 - span : span];
+    };
     parallel(units, [&](int64_t unit, int64_t end) {
         auto stretch = [&](const Span &span, int64_t begin, int64_t end) -> Stretch {
             const Reader &by = span.in_ring ? rings : pages;
@@ -201,14 +210,9 @@ static void attend(const AttentionCall &call, const Reader &pages, const Reader 
             return {span.call, span.sequence, span.in_ring, begin, last, by.key_bytes, by.value_bytes};
         };
         std::vector<Partial> parts(at_once);
-        // Heads of one span follow each other because they share cache lines. Spans of a prompt differ in length: there
-        // all spans of a head do, so that threads have about as much to do.
-        const int64_t in_turn = call.width < LEAST_PROMPT ? 1 : schedule.spans.size();
-        auto head_of = [&](int64_t unit) { return unit / in_turn % (call.heads / at_once) * at_once; };
-        auto span_of = [&](int64_t unit) -> const Span & {
-            return schedule.spans[in_turn > 1 ? unit % in_turn : unit / (call.heads / at_once)];
-        };
-        for (const int64_t last = end - 1; unit < end; unit++) {
+        for (const int64_t last = is_prompt ? units - 1 : end - 1;; unit++) {
+            if (is_prompt) unit = taken++;
+            if (unit > last) break;
             const int64_t groups = call.heads / at_once, head = head_of(unit), next_unit = std::min(unit + 1, last);
             const Span &span = span_of(unit), &next = span_of(next_unit);
             Prefetch ahead = {{stretch(next, next.begin, next.end)}, head_of(next_unit), at_once};

@@ -138,7 +138,6 @@ static INLINE void in_one_pass(const uint16_t *a, const uint16_t *b, uint16_t *y
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES)
         *(Halves *)(y + i) = narrow(f(widen(*(const Halves *)(a + i)), widen(*(const Halves *)(b + i))));
-    if (i == count) return;
     const Floats last = f(widen(load_some(a + i, count - i)), widen(load_some(b + i, count - i)));
     store_some(y + i, count - i, narrow(last));
 }
@@ -250,6 +249,8 @@ static void rotary_in_vectors(const Instruction &in) {
     for_many_rows(in, [&](const int64_t *at) {
         const uint16_t *x = bfloat16_row(in.a, at), *cosine = bfloat16_row(in.b, at), *sine = bfloat16_row(in.c, at);
         uint16_t *y = bfloat16_row(in.y, at);
+        const uint16_t *later = x + 8 * in.a.strides[2];  // rows that another thread wrote, in part
+        for (int64_t i = 0; i < dim; i += 2 * LANES) __builtin_prefetch(later + i);
         for (int64_t i = 0; i < half; i += LANES) {
             auto values = [&](const uint16_t *from) { return widen(*(const Halves *)(from + i)); };
             const Floats low = values(x), high = values(x + half);
@@ -293,9 +294,7 @@ static void silu_gated_in_vectors(const Instruction &in) {
         const int64_t first = block * LANES, count = std::min(end * LANES, sizes[3]) - first;
         for_rows(sizes, [&](const int64_t *at) {
             in_one_pass(bfloat16_row(in.a, at) + first, bfloat16_row(in.b, at) + first, bfloat16_row(in.y, at) + first,
-                        count, [](Floats a, Floats b) {
-                            return rounded_to_bfloat16(a / (splat(1.0f) + exponential(-a))) * b;
-                        });
+                        count, [](Floats a, Floats b) { return rounded_to_bfloat16(a / (exponential(-a) + 1)) * b; });
         });
     };
     if (sizes[0] * sizes[1] * sizes[2] * sizes[3] < WORTH_IT) some(0, blocks);
