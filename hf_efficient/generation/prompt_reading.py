@@ -95,7 +95,7 @@ class PromptReading:
     def _is_our_own(self) -> bool:
         """Whether a CPU fills an empty cache that nobody else sees. A caller's own cache gets the values of one forward
         of all: parts round otherwise."""
-        is_callers = any(layer.exact for layer in self.cache._paged_layers)
+        is_callers = self.cache.prefix_cache is not None or any(layer.exact for layer in self.cache._paged_layers)
         return self.model.device.type == "cpu" and not is_callers and not any(self.cache.cache_seqlens)
 
     def _takes_groups(self) -> bool:

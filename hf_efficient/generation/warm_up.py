@@ -18,6 +18,7 @@ from hf_efficient.generation.speculation.proposal import MAX_NODES
 
 
 PROMPTS = (8, 24, 48, 192, 320)  # tokens: one length for each kernel that the linear layers choose by their rows
+PROMPT_READS = 2  # on a CPU: the first runs eagerly, the second is captured
 
 
 def warm_up(
@@ -64,8 +65,9 @@ def warm_up(
         with torch.inference_mode(False), torch.no_grad():
             runner = RaggedModel(model, entry.cache, max_length, None, None, entry.captured, entry.is_capturable)
             for length in sorted(tokens for tokens in prompt_tokens if tokens < max_length):
-                entry.cache.rewind([0] * len(entry.cache.cache_seqlens))
-                _read_prompt(runner, rows, length)
+                for _ in range(PROMPT_READS if model.device.type == "cpu" else 1):
+                    entry.cache.rewind([0] * len(entry.cache.cache_seqlens))
+                    _read_prompt(runner, rows, length)
             sizes = _sizes(rows, sorted(set(widths)), rows > 1 and runner.packs)
             for counts in sizes[:1] * EAGER_FORWARDS + sizes:
                 tokens = torch.zeros(rows, max(counts), dtype=torch.int64, device=model.device)
@@ -88,7 +90,8 @@ def _sizes(rows: int, widths: list[int], packs: bool) -> list[list[int]]:
 
 def _read_prompt(runner: RaggedModel, rows: int, length: int) -> None:
     ids = torch.zeros(rows, length, dtype=torch.int64, device=runner.model.device)
-    kwargs = {"attention_mask": None, "position_ids": torch.arange(length, device=ids.device)[None]}
+    positions = torch.arange(length, device=ids.device).expand(rows, -1)
+    kwargs = {"attention_mask": None, "position_ids": positions}
     if runner.limits_logits:
         kwargs["logits_to_keep"] = 1
     runner.prefill(ids, runner.model.generation_config, kwargs)

@@ -1,4 +1,4 @@
-"""Prompts on a CPU: sequence by sequence in chunks, whose forwards are captured and replayed."""
+"""Prompts on a CPU: sequence by sequence, or some of one length at once, in chunks that are captured and replayed."""
 
 import pytest
 import torch
@@ -114,8 +114,9 @@ def test_memory_of_all_captures_is_bounded(monkeypatch, replays):
         return logits
 
     monkeypatch.setattr(CapturedPrompt, "__call__", noted)
-    generates_as_transformers(served_model("llama"), [left_padded_batch((72,), seed=seed) for seed in range(3)])
+    generates_as_transformers(served_model("llama"), [left_padded_batch((72,), seed=seed) for seed in range(12)])
     assert set(kept) == {1} and len(replays) == 2, "of the widths 32, 32, 8 the second replays the first"
+    assert len(kept) == 2, "prompts 2 and 7: captures that do not fit are not made again in every call"
 
 
 @pytest.mark.parametrize("error", [NotReplayable("numbers"), RuntimeError("no such operator")])

@@ -270,6 +270,7 @@ def test_a_drafter_whose_pause_outlasts_the_call_skips_it():
     policy, longer = (DraftLengthPolicy(1, 4, **remembered) for _ in range(2))
     steps = policy.statistics.steps_to_trial
     assert policy.skips_call(steps - 5) and not longer.skips_call(steps + 5)
+    assert longer.watches and not policy.watches, "the drafter has read no prompt"
     assert not any(policy.choose([50]) for _ in range(steps + 5)) and policy.statistics.steps_to_trial == 1
 
 

@@ -7,7 +7,7 @@ from helpers import left_padded_batch, tiny_model
 from oracle import Oracle
 from transformers.generation import StoppingCriteria
 
-from hf_efficient import EagleHead, TokenRecycling, enable_speculation, warm_up
+from hf_efficient import BestOf, EagleHead, PromptLookup, TokenRecycling, enable_speculation, warm_up
 from hf_efficient.generation import model_state
 from hf_efficient.generation.loop import SpeculativeLoop
 from hf_efficient.generation.replay import captured_forward
@@ -145,6 +145,41 @@ def test_a_call_within_a_pause_reads_no_hidden_states(monkeypatch):
     monkeypatch.setattr(EagleHead, "begin", None)
     assert torch.equal(target.generate(**inputs, **options, assistant_model=heads), plain)
     assert known.steps_to_trial == 15
+
+
+def test_a_sampled_call_within_a_pause_does_not_watch(monkeypatch):
+    """A lookup beside heads would have to read hidden states that nobody collects."""
+    target, inputs = enable_speculation(tiny_model("llama")), left_padded_batch([3, 5])
+    drafter = BestOf(PromptLookup(), EagleHead.for_model(target, 64))
+    options = dict(max_new_tokens=6, do_sample=True, assistant_model=drafter)
+    target.generate(**inputs, **options)
+    model_state.state_of(target).drafter(drafter).statistics[2].steps_to_trial = 64
+    monkeypatch.setattr(EagleHead, "begin", None)
+    assert target.generate(**inputs, **options).shape[1] > 5
+
+
+@pytest.mark.parametrize("stirs", [True, False])
+def test_drafts_that_rest_go_on_where_the_text_repeats_itself(stirs, monkeypatch):
+    """Four sequences, each a circle of eight tokens, within a pause that outlasts the call."""
+    target, inputs = tiny_model("llama", eos_token_id=None, tie_word_embeddings=False), left_padded_batch([3, 5, 4, 2])
+    with torch.no_grad():
+        for layer in target.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.1)
+            layer.mlp.down_proj.weight.mul_(0.1)
+        target.lm_head.weight.copy_(target.get_input_embeddings().weight.roll(16, 0))
+    enable_speculation(target)
+    options, drafter, asked = dict(max_new_tokens=40, do_sample=False), PromptLookup(), []
+    plain = target.generate(**inputs, **options)
+    assert torch.equal(plain[:, 5:13], plain[:, 13:21])
+    target.generate(**inputs, **options, assistant_model=drafter)
+    known = model_state.state_of(target).drafter(drafter.remembered_by).statistics[4]
+    known.steps_to_trial = known.pause_steps = 1000
+    propose = PromptLookup.propose
+    monkeypatch.setattr(PromptLookup, "propose", lambda self, *args: asked.append(args) or propose(self, *args))
+    if not stirs:
+        monkeypatch.setattr(PromptLookup, "stirs", lambda self: False)
+    assert torch.equal(target.generate(**inputs, **options, assistant_model=drafter), plain)
+    assert bool(asked) is stirs
 
 
 def test_large_padded_forwards_warm_up_packed_ones(computed):

@@ -34,6 +34,7 @@ SHAPES = [  # N, K, group size
     (1, 96, 48),
 ]
 ROWS = (1, 2, 3, 9, 70)
+ROUNDED_ROWS = (*ROWS, 13, 15)  # all remainders of tiles of four rows
 MOST_ROWS = 9 if emulated.ASKED else 70  # that are multiplied
 
 
@@ -132,7 +133,7 @@ def test_inputs_rounded_to_int8(kernels, bits):
             weight = dequantize_weight(canonical[0], canonical[1].double(), canonical[2], **scheme)
             bias = torch.randn(n).bfloat16()
             group = k if group_size in (None, -1) else group_size
-            for rows in ROWS:
+            for rows in ROUNDED_ROWS:
                 x = torch.randn(rows, k).bfloat16()[:MOST_ROWS]
                 x[::2, k // 2] *= 50  # outliers of several rows in one column, and in a column of each row
                 x[torch.arange(len(x)), torch.arange(len(x)) * 7 % k] *= 30
@@ -177,17 +178,20 @@ def test_only_wide_forwards_are_rounded_by_default(kernels):
             assert torch.equal(never.matmul(x), always.matmul(x)) == (dtype is torch.float32)
 
 
-def test_results_do_not_depend_on_the_number_of_threads(kernels):
-    layout = native_cpu.NativeCodesLayout.pack(
-        *tensors(336, 640, 8, 64, False, torch.bfloat16), 8, 64, 640, torch.bfloat16
-    )
+@pytest.mark.parametrize("rounds_inputs", [native_cpu.NEVER, native_cpu.ALWAYS])
+def test_results_do_not_depend_on_the_number_of_threads(rounds_inputs, kernels):
+    """Rows with outliers, and a last list of fewer than four groups: what belongs to one row stays there."""
+    canonical = tensors(336, 640, 8, 64, False, torch.bfloat16)
+    layout = native_cpu.NativeCodesLayout.pack(*canonical, 8, 64, 640, torch.bfloat16, rounds_inputs)
+    x = torch.randn(301, 640).bfloat16()
+    x[:, ::37] *= 30
     threads = torch.get_num_threads()
     results = []
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            some = (1, 5, 40) if emulated.ASKED else (1, 5, 40, 300)
-            results.append([layout.matmul(torch.ones(rows, 640).bfloat16() / 3) for rows in some])
+            some = (1, 5, 40) if emulated.ASKED else (1, 5, 15, 40, 301)
+            results.append([layout.matmul(x[:rows]) for rows in some])
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from helpers import TINY_MODELS, tiny_model
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_efficient import PagedCache, WeightOnlyConfig, enable_speculation
 from hf_efficient.generation import loop, model_state
@@ -267,6 +268,27 @@ def test_many_elements_are_shared_by_threads(tier):
         tensor.copy_(torch.randn(tensor.shape))
     for output, expected in zip(capture.replay(), (x + x, x + y, 3 - y)):
         assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("shape", [(40, 1300), (3, 5, 1300)])
+def test_gates_and_norms_are_shared_by_threads(shape, tier):
+    """The same bits from any number of threads, with columns beyond the last whole vector."""
+    gate, up = (torch.randn(shape).bfloat16() for _ in range(2))
+    norm, results = LlamaRMSNorm(shape[-1]).bfloat16(), []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            capture = Capture(lambda: (F.silu(gate) * up, norm(up)))
+            results.append([x.clone() for x in capture.replay()])
+    finally:
+        torch.set_num_threads(threads)
+    assert operations(capture)["GATED"] == 1
+    expected = F.silu(gate) * up, norm(up)
+    for found in results:
+        for x, first, right in zip(found, results[0], expected):
+            assert torch.equal(x, first)
+            torch.testing.assert_close(x, right, rtol=2**-6, atol=2**-7)  # roundings to bfloat16 in another order
 
 
 def test_what_is_read_elsewhere_is_not_fused():

@@ -14,7 +14,8 @@ class Drafter(ABC):
     The loop calls `begin` once before the first proposal; for drafters that read hidden states, after the target has
     given each sequence its first token. Then, in each step: `propose` and `observe`, except in steps where drafting
     does not pay; `accept` with the tokens that each sequence continued with; `select` when sequences have left the
-    batch. In a call in which drafting never pays, the loop calls none of them. Rows of all arguments are the live
+    batch. In a call in which drafting never pays, the loop calls none of them, or of drafters that watch only `begin`,
+    `accept`, `select` and `stirs`. Rows of all arguments are the live
     sequences, in their order. One drafter serves many calls, one after the other.
 
     max_tokens: how many tokens deep it guesses at most.
@@ -24,7 +25,7 @@ class Drafter(ABC):
     reads_hidden: `begin` and `accept` are given hidden states of the target: what its output head reads, concatenated
         with the outputs of the decoder layers `reads_layers` (indices from 0).
     reads_logits: `observe` is called.
-    watches: `stirs` is called in steps without a draft of a batch.
+    watches: `stirs` is called in steps in which drafts rest, so `begin` and `accept` have to be cheap.
     """
 
     max_tokens: int

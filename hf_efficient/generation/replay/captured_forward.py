@@ -27,7 +27,7 @@ MIN_TOKENS = 4  # of all sequences: up to so many cost what one costs, so fewer 
 MAX_TOKENS = 128  # of all sequences: beyond, a forward takes so long that the host's time does not show
 # Of the results of all captures over one cache: this share of the model's weights, or so many bytes where that is less.
 # A capture takes 0.2 MB a token of SmolLM2-135M.
-KEPT_SHARE, LEAST_KEPT_BYTES = 0.25, 64 << 20
+KEPT_SHARE, LEAST_KEPT_BYTES = 0.25, 128 << 20
 
 
 DTYPES = {  # of models whose forwards are captured, by device

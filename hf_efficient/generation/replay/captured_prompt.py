@@ -15,13 +15,15 @@ logger = logging.get_logger(__name__)
 
 CHUNKS = (512, 128)  # tokens of a forward, as many of the first as there are: weights are read once for all of them
 STEP = 16  # widths of chunks are multiples of it
-LEAST_TOKENS = 64  # of a prompt, on average, for those of a batch to run one by one
+LEAST_TOKENS = 64  # of a prompt, on average, for those of a batch to be captured
+REST = 4  # a shape whose capture was dropped is captured again after so many meetings more each time
 
 
 class CapturedPrompt:
     """Forwards of a model over sequences of `cache`, whose pool has a fixed size, for prompts of any length.
 
-    A shape runs eagerly when it is first met, since a capture costs about three forwards.
+    A shape runs eagerly when it is first met, since a capture costs about three forwards, and a while longer each time
+    its capture had to make room for others.
 
     Attributes:
         forward: forward(tokens, positions, last) -> logits [rows, 1, vocabulary] after token number `last`, int64 [1].
@@ -35,6 +37,7 @@ class CapturedPrompt:
         self._seen: Counter[tuple[int, int]] = Counter()  # rows and width -> batches with such a chunk
         # rows and width -> inputs, addresses, capture
         self._captures: dict[tuple[int, int], tuple[tuple, list[int], Capture]] = {}
+        self._dropped: Counter[tuple[int, int]] = Counter()  # rows and width -> captures that made room for others
         self._falls_back = False  # to eager forwards, for good
 
     def takes(self, lengths: list[int]) -> bool:
@@ -80,7 +83,10 @@ class CapturedPrompt:
                 logits = capture.output
         self._captures[shape] = inputs, now, capture
         while len(self._captures) > 1 and sum(c.nbytes for *_, c in self._captures.values()) > self.most_bytes:
-            del self._captures[next(iter(self._captures))]
+            dropped = next(iter(self._captures))
+            del self._captures[dropped]
+            self._dropped[dropped] += 1
+            self._seen[dropped] = 1 - REST ** self._dropped[dropped]
         if count < width:
             self.cache.rewind([length - (width - count) for length in self.cache.cache_seqlens])
         return logits

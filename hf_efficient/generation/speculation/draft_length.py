@@ -82,9 +82,10 @@ class DraftLengthPolicy:
 
     @property
     def watches(self) -> bool:
-        """Whether the next step drafts nothing unless the drafter `stirs`."""
+        """Whether the next step drafts nothing unless the drafter `stirs`. In a call that is skipped it does not: the
+        drafter has read no prompt."""
         is_free = len(self.accepted) < WATCH_MIN_ROWS and self._is_cheap(1)
-        return self.statistics.steps_to_trial > 1 and not is_free
+        return self.statistics.steps_to_trial > 1 and not is_free and not self.is_off
 
     def wake(self) -> None:
         """The next step drafts as deep as it can, and later ones if that pays."""

@@ -16,7 +16,7 @@ _SWEEP_BYTES = 1 << 21  # of new results, after which those that nobody reads an
 class UnreadResults:
     """Gives memory back while a forward is captured. A result keeps its address up to the end, as instructions know it
     by that. Once no tensor refers to it, nobody reads its numbers before a replay writes them anew, so its pages go.
-    Without this a capture of 128 tokens takes the results of all layers at once."""
+    Without this a capture of a prompt takes the results of all layers at once."""
 
     def __init__(self):
         self._storages, self._pending = [], 0
