@@ -195,7 +195,7 @@ class Benchmark:
                 continue
             for key, at in (("first_token_s", "first_at"), (f"{FRESH_TOKENS}_tokens_s", "last_at")):
                 row[key] = spread([answer[at] - answer["started"] for answer in answers], min)
-            row["peak_memory_bytes"] = max(answer["peak_memory_bytes"] for answer in answers)
+            row["peak_memory_bytes"] = max(answer["peak_memory_bytes"] or 0 for answer in answers) or None
             self.add(row)
 
     def add(self, row: dict) -> None:
@@ -244,7 +244,7 @@ def summary(calls: list[list[dict]], batch: int, size: int) -> dict:
     if min(decoded):
         seconds = [sum(answer["decode"] for answer in call) for call in calls]
         found["decode_tokens_per_s"] = spread([tokens / time for tokens, time in zip(decoded, seconds)])
-    found["peak_memory_bytes"] = max(answer["peak_memory_bytes"] for answer in calls[-1])
+    found["peak_memory_bytes"] = max(answer["peak_memory_bytes"] or 0 for answer in calls[-1]) or None
     return found | {"anonymous_bytes": calls[-1][-1]["anonymous_bytes"]}
 
 

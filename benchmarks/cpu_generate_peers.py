@@ -6,8 +6,8 @@ llama.cpp and ik_llama.cpp. Writes benchmarks/results/cpu_generate_peers.json.
 
 SmolLM2-135M-Instruct, or a random Llama of a 1B model's shape, greedy, fixed length. A case is `BATCHxPROMPT`, which
 measures the first token, or `BATCHxPROMPT+NEW`, which measures decoding. The engines take turns, a process each;
-medians of `--repeats` calls after one that warms up. Rows are replaced by those of a later run of the same engines
-and cases. Each says beside which engines it was measured, and when; goals compare rows of one run only.
+medians of `--repeats` calls after one that warms up. Rows are replaced by those of a later run of the same model,
+engines and cases. Each says beside which engines it was measured, and when; goals compare rows of one run only.
 
 Our checkpoints are quantized once, into `--checkpoints`, so that a run begins with measuring. Peers, each in a virtual
 environment of its own (MODEL: the folder of the sample model):
@@ -101,7 +101,8 @@ def measure(workers: dict[str, Worker], texts, case: str, repeats: int) -> dict[
         if answers:
             first = [answer["first"] for answer in answers]
             rows[name] = {"first_token_s": statistics.median(first), "first_token_quartiles": harness.quartiles(first)}
-            rows[name]["peak_memory_bytes"] = max(answer["peak_memory_bytes"] for answer in answers)
+            peaks = [answer["peak_memory_bytes"] for answer in answers if answer["peak_memory_bytes"] is not None]
+            rows[name]["peak_memory_bytes"] = max(peaks, default=None)
         if answers and new > 1:
             rates = [batch * (new - 1) / answer["decode"] for answer in answers]
             rows[name] |= {"decode_tokens_per_s": statistics.median(rates), "quartiles": harness.quartiles(rates)}
@@ -115,7 +116,8 @@ def speed(row: dict | None) -> float | None:
 
 
 def goals(rows: list[dict]) -> list[dict]:
-    reached = []
+    """Of SmolLM2."""
+    rows, reached = [row for row in rows if row["model"] == "smollm2"], []
     for way, peer, case, least in GOALS:
         runs = {row["run"]: row for row in rows if (row["case"], row["way"]) == (case, peer)}
         ours = [row for row in rows if (row["case"], row["way"]) == (case, way) and row["run"] in runs]
@@ -143,13 +145,14 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     torch.set_num_threads(options.threads)
-    options.checkpoints.mkdir(parents=True, exist_ok=True)
-    source, workers = options.checkpoints / "source", {}
+    checkpoints = options.checkpoints / options.model
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    source, workers = checkpoints / "source", {}
     model = str(samples.sample_model()) if options.model == "smollm2" else str(source)
     if options.model != "smollm2" and not source.exists():
         folder_of(options.model, model)
     for way in harness.matching(CHOICES, options.ways):
-        folder = checkpoint(way, options.checkpoints, model)
+        folder = checkpoint(way, checkpoints, model)
         workers[way] = Worker(SAVED if way.startswith("ours") else way, folder, options.threads)
     for peer in options.peers:
         name, _, where = peer.partition("=")
@@ -163,9 +166,10 @@ def main() -> None:
     run = f"{time.strftime('%Y-%m-%d %H:%M')}, {here['commit']}, beside {others or 'none'}"
     for case in () if options.load_only else options.cases:
         measured = measure(workers, texts, case, options.repeats)
-        beside = run.partition(", beside ")[2]
-        rows = [row for row in rows if (row["case"], row["run"].partition(", beside ")[2]) != (case, beside)]
-        rows += [{"case": case, "way": name, "run": run, **rounded(row)} for name, row in measured.items()]
+        own = options.model, case, run.partition(", beside ")[2]
+        rows = [row for row in rows if (row["model"], row["case"], row["run"].partition(", beside ")[2]) != own]
+        shown = {"model": options.model, "case": case}
+        rows += [{**shown, "way": name, "run": run, **rounded(row)} for name, row in measured.items()]
         print(
             json.dumps({name: rounded(speed(row) or 0) for name, row in measured.items()} | {"case": case}), flush=True
         )

@@ -76,7 +76,7 @@ def measure(way: str, folder: str, texts, threads: int, calls: int) -> dict:
     row, answer = {}, worker.read()
     row["loading_peak_bytes"] = answer.get("loading_peak_bytes")
     for key, (batch, prompt), new, times in (("peak_bytes", SHORT, 32, 1), ("wide_peak_bytes", WIDE, 8, calls)):
-        if way == "llama.cpp" and batch > 1:
+        if not times or (way == "llama.cpp" and batch > 1):
             continue
         ask = dict(ids=texts.rows(batch, prompt), new=new, stop=new, end=None, patience=600.0, lookup=False, warm=False)
         for _ in range(times):

@@ -240,8 +240,8 @@ def stock_kind(name: str, above: set[str]) -> str:
 def table(records: list[dict]) -> str:
     """One row a part and one column a record: microseconds, and their share of the token."""
     parts = list(dict.fromkeys(part for record in records for part in record["microseconds"] if part != "whole"))
-    heads = [f"{record['way']}, prompt {record['prompt']}" for record in records]
-    lines = [f"| microseconds a token | {' | '.join(heads)} |", "|---" * (len(records) + 1) + "|"]
+    heads = [f"{record['way']}, {record['batch']} × {record['prompt']}" for record in records]
+    lines = [f"| microseconds a step | {' | '.join(heads)} |", "|---" * (len(records) + 1) + "|"]
     for part in [*parts, "whole"]:
         cells = []
         for record in records:
@@ -263,7 +263,10 @@ def main() -> None:
         parser.error(f"--tokens {options.tokens}: the first {FIRST} are not counted, it takes more than {FIRST + 1}")
     torch.set_num_threads(options.threads)
     folder, records = samples.sample_model(), []
-    text = harness.tokenizer()(samples.sample_text()[:20_000], return_tensors="pt")["input_ids"]
+    needed = options.batch * max(options.prompt)
+    text = harness.tokenizer()(samples.sample_text()[: 20 * needed], return_tensors="pt")["input_ids"]
+    if text.shape[1] < needed:
+        parser.error(f"--batch {options.batch}: the sample text has {text.shape[1]} tokens, {needed} are needed")
     for way in options.ways:
         model = WAYS[way](folder)
         model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0

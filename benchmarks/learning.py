@@ -2,7 +2,7 @@
 
     python benchmarks/learning.py [--rows GLOB ...] [--minutes 20 | --steps N] [--start-windows 128] [--starts FOLDER]
         [--tokens FILE --calibration-tokens FILE] [--checkpoints FOLDER] [--seed 0] [--output FILE]
-        [--batch-size 2] [--learning-rate R] [--text-share 0]
+        [--batch-size 1] [--learning-rate R] [--text-share 0]
     python benchmarks/learning.py --table          # the table of what has been measured
 
 Model, measured texts and calibration text are those of `benchmarks/quality.py`, the text that is trained on is that of
@@ -11,7 +11,8 @@ from there where it is) and calls `recover`, `distill` or `to_bitnet` with the d
 
 Minutes are CPU minutes of this process, so that a machine that does other things gives the same training: 60 minutes of
 two cores are 120. They are those of the call, with the teacher's forwards, the measuring of held-out text and the
-packing. With --checkpoints an interrupted row goes on, and its minutes count from its beginning. The model that a row
+packing. With --checkpoints an interrupted row goes on, and its minutes count from its beginning (with --steps: from
+the interruption). The model that a row
 made stays in its folder there. "FLOPs" counts six times the linear parameters a token for the student and two for the
 teacher. Rows named "loss: ..." compare losses at equal minutes.
 """

@@ -109,11 +109,13 @@ def fresh() -> str:
 
 def engines() -> str:
     """generate() on a CPU beside engines with environments of their own."""
-    results, rows = load("cpu_generate_peers")["results"], []
-    names = {name: label for name, label in DECODERS.items() if name in ENGINES}
+    results = [row for row in load("cpu_generate_peers")["results"] if row["model"] == "smollm2"]
+    rows, names = [], {name: label for name, label in DECODERS.items() if name in ENGINES}
     names |= {name: name for name in ENGINES if name not in names}
     for case, run in dict.fromkeys((row["case"], row["run"]) for row in results):
         found = {row["way"]: row for row in results if (row["case"], row["run"]) == (case, run)}
+        if all(name.startswith("ours") or name not in ENGINES for name in found):
+            continue  # `formats`, and ours alone
         shape, _, new = case.partition("+")
         batch, prompt = shape.split("x")
         key, scale = ("decode_tokens_per_s", 1) if new else ("first_token_s", 1e3)
@@ -121,6 +123,39 @@ def engines() -> str:
         cells = [found[name].get(key) if name in found else None for name in names]
         rows.append([what, *("" if cell is None else f"{cell * scale:,.0f}" for cell in cells)])
     return markdown(" | ".join(["sequences × prompt", *names.values()]), "l" + "r" * len(names), rows)
+
+
+def formats() -> str:
+    """Decoding in each format beside weights in as many bits, of one run."""
+    results = load("cpu_generate_peers")["results"]
+    run = [row["run"] for row in results if row["way"] == "stock bf16"][-1]
+    speed = {row["way"]: row["decode_tokens_per_s"] for row in results if row["run"] == run}
+    rows = []
+    for goal in load("cpu_generate_peers")["goals"]:
+        way, _, rest = goal["goal"].removeprefix("decode of ").partition(" over ")
+        like = rest.removesuffix(", 1x32+64")
+        if like in speed and way in speed and like != "stock bf16":
+            stock = speed[way] / speed["stock bf16"]
+            cells = [f"{speed[way]:.0f}", f"{goal['measured']:.2f} of {like.removeprefix('ours ')}"]
+            rows.append(
+                [DECODERS[way].replace("**hf_efficient**, ", ""), *cells, f"{goal['at_least']}", f"{stock:.1f}"]
+            )
+    header = "format | decode, tokens/s | speed | goal | times as fast as transformers, bfloat16"
+    return markdown(header, "lrrrr", rows)
+
+
+def cpu_memory() -> str:
+    """Resident peaks of processes that load and generate."""
+    rows = []
+    for row in load("cpu_memory")["results"]:
+        name = row["way"].removesuffix(", saved")
+        cells = [f"{row[key] / 1e6:,.0f}" if row.get(key) else "" for key in ("peak_bytes", "wide_peak_bytes")]
+        first = f"{row['first_token_s']:.2f}" if "first_token_s" in row else ""
+        rows.append(
+            [row["model"], {"stock bf16": "transformers, bfloat16"}.get(name, DECODERS.get(name, name)), *cells, first]
+        )
+    header = "model | loaded from its checkpoint | peak, MB | after 8 × 1,024 tokens, MB | first token of a process, s"
+    return markdown(header, "llrrr", rows)
 
 
 def tiers() -> str:
@@ -238,6 +273,8 @@ FIGURES = {
     "larger": larger,
     "decode": decode,
     "engines": engines,
+    "formats": formats,
+    "cpu_memory": cpu_memory,
     "tiers": tiers,
     "tier_rows": tier_rows,
     "cache": cache,
@@ -285,7 +322,7 @@ def benchmarks_page() -> str:
         "## Shorter prompts", prompts(), machine("prompt_compression"),
         "## Pruning", "Perplexity after pruning single weights:", (RESULTS / "pruning.md").read_text().strip(),
         "And after structured pruning:", (RESULTS / "pruning_structured.md").read_text().strip(),
-        "## Recovery and distillation", "Trained against the dense model:", learning(),
+        "## Recovery and distillation", "Trained against the dense model:", learning(), losses(),
         machine("learning"),
         "## GPU kernels, predicted",
         "Rows that say predicted were not measured. `benchmarks/gpu_model.py` counts the instructions of each kernel's "

@@ -84,19 +84,30 @@ def test_profile_of_stock(profile, model):
     expected = {"matrix products", "attention", "cache", "norms, activations, other elementwise"}
     assert expected <= {name for name, value in found.items() if value > 0}
     assert 0 < found["Python in generate"] < found["whole"]
-    assert "| whole |" in profile.table([{"way": "stock", "prompt": 8, "microseconds": found}])
+    assert "| whole |" in profile.table([{"way": "stock", "batch": 1, "prompt": 8, "microseconds": found}])
 
 
 def test_goals_beside_other_engines_compare_rows_of_one_run(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     peers = importlib.import_module("cpu_generate_peers")
     rows = [
-        dict(case="1x512", way="OpenVINO", run="first", first_token_s=0.2),
-        dict(case="1x512", way="ours int4, int8 head", run="second", first_token_s=0.01),
-        dict(case="1x32+64", way="ours bf16", run="second", first_token_s=0.1, decode_tokens_per_s=100.0),
-        dict(case="1x1024+64", way="ours bf16", run="second", first_token_s=0.1, decode_tokens_per_s=90.0),
-        dict(case="1x32+64", way="llama.cpp", run="second", failed="no"),
-        dict(case="1x32+64", way="ours int4", run="second", first_token_s=0.1, decode_tokens_per_s=90.0),
+        dict(model="smollm2", case="1x512", way="OpenVINO", run="first", first_token_s=0.2),
+        dict(model="smollm2", case="1x512", way="ours int4, int8 head", run="second", first_token_s=0.01),
+        dict(
+            model="smollm2", case="1x32+64", way="ours bf16", run="second", first_token_s=0.1, decode_tokens_per_s=100.0
+        ),
+        dict(
+            model="smollm2",
+            case="1x1024+64",
+            way="ours bf16",
+            run="second",
+            first_token_s=0.1,
+            decode_tokens_per_s=90.0,
+        ),
+        dict(model="smollm2", case="1x32+64", way="llama.cpp", run="second", failed="no"),
+        dict(
+            model="smollm2", case="1x32+64", way="ours int4", run="second", first_token_s=0.1, decode_tokens_per_s=90.0
+        ),
     ]
 
     def measured(rows) -> dict:
@@ -104,6 +115,8 @@ def test_goals_beside_other_engines_compare_rows_of_one_run(monkeypatch):
 
     after = "decode of ours bf16 after 1,024 tokens over after 32"
     assert measured(rows) == {after: 0.9}
-    rows.append(dict(case="1x512", way="ours int4, int8 head", run="first", first_token_s=0.1))
+    rows.append(dict(model="smollm2", case="1x512", way="ours int4, int8 head", run="first", first_token_s=0.1))
     assert measured(rows) == {after: 0.9, "first token of ours int4, int8 head over OpenVINO, 1x512": 2.0}
+    other = [{**row, "model": "1b"} for row in rows]
+    assert not measured(other), "goals are of SmolLM2"
     assert peers.parts("8x128+64") == (8, 128, 64) and peers.parts("8x128") == (8, 128, 1)

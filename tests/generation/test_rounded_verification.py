@@ -1,4 +1,4 @@
-"""Drafts are verified with inputs in int8 where the target's own are: with the bits of its plain steps."""
+"""Drafts are verified with inputs in int8 where the target's own are."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def targets(tmp_path_factory):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
-def test_tokens_and_logits_are_those_of_plain_steps(rows, targets, monkeypatch):
+def test_all_products_of_a_verification_round_their_inputs(rows, targets, monkeypatch):
     target, unrounded = targets
     batch = left_padded_batch([11, 5, 8, 3, 9, 7, 4, 6][:rows])
     with transformers_loop():
