@@ -16,7 +16,7 @@ from environment_figures import environments, import_time, upstream
 from learning_figures import learning, losses
 from quality_figures import all_methods, choose, larger, peer_methods
 from result_files import RESULTS, load, machine, markdown
-from speculation_figures import assisted, speculation
+from speculation_figures import assisted, goals, speculation
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -149,6 +149,7 @@ FIGURES = {
     "upstream": upstream,
     "speculation": speculation,
     "assisted": assisted,
+    "speculation_goals": goals,
 }
 
 

@@ -44,3 +44,26 @@ def assisted() -> str:
         rows.append([name, *(f"{value:.1f}" for value in values), *(f"{ratio:.2f}" for ratio in ratios)])
     header = "Decoder | transformers, ms a token | plain, ms | assisted, ms | plain, times faster | assisted by plain"
     return markdown(header, "lrrrrr", rows)
+
+
+def goals() -> str:
+    """What speculation was to reach, and what was measured."""
+    found = {(line["prompts"], line["batch"], line["way"]): line for line in load("speculation_cpu")["records"]}
+    whisper = {f"{line['shape']}, {line['dtype']}": line for line in load("encoder_decoders_cpu")["records"]}
+
+    def best(kind: str, size: int, field, ways: tuple[str, ...], choose=max) -> float | None:
+        return choose((field(found[kind, size, way]) for way in ways if (kind, size, way) in found), default=None)
+
+    whole, decoding = lambda line: line["ratio"]["generate"], lambda line: line["decoding_ratio"]
+    lookup, heads, medium = ("prompt_lookup",), ("heads", "heads int8"), whisper["medium, bfloat16"]
+    rows = [
+        ("copying, eight prompts at once, whole call", 2.0, best("copying", 8, whole, lookup)),
+        ("long prompts, prompt lookup, without the prompt", 2.5, best("long", 1, decoding, lookup)),
+        ("long prompts, prompt lookup, whole call", 2.5, best("long", 1, whole, lookup)),
+        ("chat, one prompt, the better of both heads", 1.4, best("chat", 1, whole, heads)),
+        ("chat, eight prompts, twenty calls, the slowest drafter", 1.0, best("chat", 8, whole, tuple(WAYS), min)),
+        ("whisper-medium, eight sources, assisted by plain", 1.5, medium["assisted_over_native"]),
+        ("whisper-medium, eight sources, plain by transformers", 2.0, medium["native_over_transformers"]),
+    ]
+    lines = [[goal, f"{least:.1f}", f"{value:.2f}"] for goal, least, value in rows if value is not None]
+    return markdown("Goal | at least | measured", "lrr", lines)
