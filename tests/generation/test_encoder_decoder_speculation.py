@@ -136,6 +136,7 @@ def test_the_source_is_looked_up():
     class Lookup(PromptLookup):
         def begin(self, sequences, hidden=None):
             super().begin(sequences)
+            self._read()
             for token in tokens[2:5]:
                 self.rows[1].append(token)
             self.guessed = self.guess(self.rows[1], 1, 1).tokens

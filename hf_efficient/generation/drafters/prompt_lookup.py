@@ -65,10 +65,9 @@ class PromptLookup(Drafter):
         self.rows = [SuffixAutomaton() for _ in sequences.live]
         prompts = [*map(tuple, sequences.tokens[sequences.live, : sequences.prompt_length].tolist())]
         self.walks, self._new = self._walks(prompts), []
-        self._texts = sequences.token_lists()
-        if sequences.source is not None:
-            sources = sequences.source.rows(sequences.live).token_lists()
-            self._texts = [[*source, *text] for source, text in zip(sources, self._texts)]
+        source = None if sequences.source is None else sequences.source.rows(sequences.live).token_lists()
+        texts = sequences.token_lists()
+        self._texts = [[*part, *text] for part, text in zip(source, texts)] if source else texts
         seen = {prompt: set() for prompt in prompts}  # sequences with the same one look into each other
         self._watches = [RepeatWatch(text, seen[prompt]) for text, prompt in zip(self._texts, prompts)]
 
