@@ -31,8 +31,8 @@ METHODS = {
     "int3 g64 gptq": "int3, GPTQ",
     "int3 g64 fast, no text": "int3, `WeightOnlyConfig(bits=3)`",
     "trellis 3.33 bits mixed gptq refine": "trellis of 3.33 bits on average, GPTQ and `refine=True`",
-    "trellis 2.33 bits mixed gptq": "trellis of 2.33 bits on average, GPTQ",
-    "trellis 1.64 bits mixed gptq": "trellis of 1.64 bits on average, GPTQ",
+    "trellis 2.33 bits mixed gptq": "trellis of 2.33 bits on average, GPTQ with 32 windows of text",
+    "trellis 1.64 bits mixed gptq": "trellis of 1.64 bits on average, GPTQ with 32 windows of text",
     "int2 g64 gptq refine": "int2, GPTQ and `refine=True`",
     "trellis 2 bits gptq refine": "trellis of 2 bits, GPTQ and `refine=True`",
     "trellis 2 bits gptq": "trellis of 2 bits, GPTQ",
@@ -71,7 +71,7 @@ def larger() -> str:
         times = 16 / row["config"]["blocks"]
         minutes, peak = times * row["cpu_seconds"] / 60, row["peak_memory_bytes"] + (times - 1) * row["block_bytes"]
         rows.append([METHODS.get(name, name), str(row["config"]["windows"]), f"{minutes:.0f}", f"{peak / 1e9:.1f}"])
-    return markdown("method | windows of text | CPU minutes | peak memory, GB", "lrrr", rows)
+    return markdown("method | windows of text | CPU minutes, estimated | peak memory, GB, estimated", "lrrr", rows)
 
 
 def all_methods() -> str:

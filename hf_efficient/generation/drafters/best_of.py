@@ -53,7 +53,8 @@ class BestOf(Drafter):
 
     @property
     def remembered_by(self):
-        return self if self.computes else _kind(tuple(type(drafter) for drafter in self.drafters))
+        keys = tuple(drafter.remembered_by for drafter in self.drafters)
+        return _kind(keys) if all(isinstance(key, (type, _Kind)) for key in keys) else self
 
     @property
     def reads_layers(self) -> tuple[int, ...]:
@@ -122,7 +123,7 @@ class _Kind:
 
 
 @functools.cache
-def _kind(types: tuple[type, ...]) -> _Kind:
+def _kind(keys: tuple) -> _Kind:
     return _Kind()
 
 
