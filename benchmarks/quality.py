@@ -91,7 +91,7 @@ def rows() -> dict[str, dict | None]:
         table[f"trellis {bits:g} bits gptq refine"] = {**trellis, "refine": True}
         table[f"trellis {bits:g} bits yaqa"] = {**trellis, "method": "yaqa"}
         table[f"trellis {bits:g} bits yaqa refine"] = {**trellis, "method": "yaqa", "refine": True}
-    for bits in (4.35, 3.33, 2.33, 2.03, 1.64):
+    for bits in (4.34, 3.33, 2.33, 2.03, 1.64):
         mixed = weight_only(bits, -1, codebook="trellis", method="gptq", mixed_precision=True)
         table[f"trellis {bits:g} bits mixed gptq"] = mixed
         table[f"trellis {bits:g} bits mixed gptq refine"] = refined = {**mixed, "refine": True}

@@ -12,7 +12,7 @@ METHODS = {
     "w8a8 int8 smoothquant": "int8 weights and activations, SmoothQuant",
     "w8a8 int8 llm_int8": "LLM.int8()",
     "w8a8 fp8 dynamic": "FP8 weights and activations",
-    "trellis 4.35 bits mixed gptq refine": "trellis of 4.35 bits on average, GPTQ and `refine=True`",
+    "trellis 4.34 bits mixed gptq refine": "trellis of 4.34 bits on average, GPTQ and `refine=True`",
     "trellis 4 bits gptq refine": "trellis of 4 bits, GPTQ and `refine=True`",
     "trellis 4 bits gptq": "trellis of 4 bits, GPTQ",
     "int4 g32 gptq refine": 'int4 in groups of 32, GPTQ and `refine=True` (`quality="best"`)',
