@@ -1,4 +1,4 @@
-/* ik_llama.cpp (https://github.com/ikawrakow/ik_llama.cpp) for cpu_generate_engines.py: greedy decoding of one sequence.
+/* ik_llama.cpp (https://github.com/ikawrakow/ik_llama.cpp) for cpu_generate_engines.py: one sequence, greedy.
 
    cmake -B build -DGGML_NATIVE=ON -DGGML_IQK_FA_ALL_QUANTS=OFF && cmake --build build --target llama
    gcc -O2 -shared -fPIC -Iinclude -Iggml/include cpu_generate_ik_llama.c -o libik.so -Lbuild/src -lllama \
@@ -43,7 +43,7 @@ static llama_token best(void) {
     return at;
 }
 
-/* Writes `number` tokens behind `ids`. seconds: to the first of them, and of the others. Returns 0, or 1 on an error. */
+/* Writes `number` tokens behind `ids`. seconds: to the first of them, and of the others. Returns 1 on an error. */
 int ik_run(llama_token *ids, int count, int number, llama_token *tokens, double *seconds) {
     double start = now();
     llama_kv_cache_clear(context);

@@ -15,7 +15,7 @@ from cpu_figures import cpu_memory, decode, engines, formats, fresh, generated, 
 from environment_figures import environments, import_time, upstream
 from learning_figures import learning, losses
 from quality_figures import all_methods, choose, larger, peer_methods
-from result_files import RESULTS, load, machine, markdown
+from result_files import RESULTS, load, machine, markdown, prose
 from speculation_figures import assisted, goals, speculation
 
 
@@ -186,7 +186,7 @@ def benchmarks_page() -> str:
         "is what an H200 has time for while it reads memory at full speed.",
         (RESULTS / "gpu_model.md").read_text().strip(),
     ]  # fmt: skip
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part if "\n" in part else prose(part) for part in parts) + "\n"
 
 
 def api_page() -> str:

@@ -1,6 +1,7 @@
 """Result files, and the Markdown that `figures.py` makes of them."""
 
 import json
+import textwrap
 from pathlib import Path
 
 
@@ -18,12 +19,17 @@ def markdown(header: str, align: str, rows: list[list[str]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
+def prose(text: str) -> str:
+    """A paragraph in lines of at most 120 characters."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
 def machine(name: str) -> str:
     """Where the results of a file come from, in a sentence."""
     environment = load(name)
     environment = environment.get("environment") or next(iter(environment.values()))["environment"]
     hardware, versions = environment["hardware"], environment["versions"]
-    return (
+    return prose(
         f"From `benchmarks/results/{name}.json`: {hardware['cores']} cores of {hardware['cpu']}, torch "
         f"{versions['torch']}, transformers {versions['transformers']}, {environment['date'][:10]}."
     )

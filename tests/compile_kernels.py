@@ -10,13 +10,14 @@ from hf_efficient.kernels.native import build, compiler, tiers
 
 
 def main() -> None:
-    """Nothing without a compiler."""
+    """Nothing without a compiler. One that fails is named, and the tests run on torch's operators."""
     command = compiler.compiler()
     if command is None or tiers.tier() is tiers.TORCH:
         return
     variants = [(name, macros) for name, of_name in compiler.LIBRARIES.items() for macros in of_name]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda variant: build.build(variant[0], command, **variant[1]), variants))
+        made = [pool.submit(build.build, name, command, **macros) for name, macros in variants]
+    print(*{str(each.exception()) for each in made if each.exception() is not None}, sep="\n", end="")
 
 
 if __name__ == "__main__":

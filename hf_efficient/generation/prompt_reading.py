@@ -1,5 +1,5 @@
-"""How a CPU reads the prompts of a batch: in captured forwards, in groups without padding, and in
-parts whose activations stay within a budget."""
+"""How a CPU reads the prompts of a batch: in captured forwards, in groups without padding, and in parts whose
+activations stay within a budget."""
 
 import copy
 

@@ -73,10 +73,9 @@ def test_activations_of_wide_prompts_stay_within_their_budget():
 
 
 @RESETS_PEAKS
-@pytest.mark.parametrize("gives_back", [True, False])
-def test_a_capture_does_not_hold_all_its_results(gives_back, monkeypatch):
-    if not gives_back:
-        monkeypatch.setattr(replay_memory, "drop_pages", lambda start, nbytes: 0)
+def test_a_capture_does_not_hold_all_its_results(monkeypatch):
+    drop, given_back = replay_memory.drop_pages, []
+    monkeypatch.setattr(replay_memory, "drop_pages", lambda *pages: given_back.append(drop(*pages)))
     x, captures = torch.randn(128, 4096), []
 
     def forward():
@@ -86,7 +85,7 @@ def test_a_capture_does_not_hold_all_its_results(gives_back, monkeypatch):
         return y
 
     most = taken(lambda: captures.append(Capture(forward)))
-    assert most < 20 * x.nbytes if gives_back else most > 60 * x.nbytes, "of 120 results"
+    assert most < 20 * x.nbytes and sum(given_back) > 100 * x.nbytes, "of 120 results"
     for _ in range(2):
         x.copy_(torch.randn(128, 4096))
         torch.testing.assert_close(captures[0].replay(), forward())

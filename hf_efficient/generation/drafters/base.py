@@ -15,8 +15,8 @@ class Drafter(ABC):
     given each sequence its first token. Then, in each step: `propose` and `observe`, except in steps where drafting
     does not pay; `accept` with the tokens that each sequence continued with; `select` when sequences have left the
     batch. In a call in which drafting never pays, the loop calls none of them, or of drafters that watch only `begin`,
-    `accept`, `select` and `stirs`. Rows of all arguments are the live
-    sequences, in their order. One drafter serves many calls, one after the other.
+    `accept`, `select` and `stirs`. Rows of all arguments are the live sequences, in their order. One drafter serves
+    many calls, one after the other.
 
     max_tokens: how many tokens deep it guesses at most.
     draws: its proposals have `probabilities`.
