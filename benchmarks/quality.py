@@ -204,8 +204,7 @@ def digests(texts: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def cells_of(row: dict) -> list[str]:
-    """The cells of a table of a row's perplexities, divergence, seconds, GB and calibration windows. Seconds and GB are
-    None where a model was made in parts."""
+    """The cells of a table of a row's perplexities, divergence, seconds, GB and calibration windows."""
     cells = []
     for text in WINDOWS:
         own = row[text]
@@ -214,8 +213,7 @@ def cells_of(row: dict) -> list[str]:
         if text == "wikipedia":
             cells.append(f"{row['kl_to_bf16']:.4f}" if "kl_to_bf16" in row else "")
     seconds = "" if row["seconds"] is None else f"{row['seconds']:.0f}"
-    peak = "" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 1e9:.2f}"
-    return [*cells, seconds, peak, str(row.get("calibration_windows", ""))]
+    return [*cells, seconds, f"{row['peak_memory_bytes'] / 1e9:.2f}", str(row.get("calibration_windows", ""))]
 
 
 def main(script: str, description: str, output: str, rows, write_table) -> None:
