@@ -53,7 +53,7 @@ def quality_rows(names) -> list[list[str]]:
         busy = "*" if row.get("load_average", 0) > BUSY else ""
         seconds = "" if row["seconds"] is None or name == "bf16" else f"{row['seconds']:.0f}{busy}"
         perplexities = [f"{row[text]['perplexity']:.2f}" for text in ("wikipedia", "news")]
-        peak = "" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 1e9:.2f}"
+        peak = f"{row['peak_memory_bytes'] / 1e9:.2f}"
         rows.append([METHODS.get(name, name), f"{row['bits_per_weight']:.2f}", *perplexities, seconds, peak])
     return rows
 
