@@ -76,6 +76,15 @@ def test_certain_tokens_stay_behind_their_parents():
     assert tree.tokens == [5, 6, 7] and tree.parents == [-1, 0, -1] and tree.confidence == [1.0, 1.0, 0.0]
 
 
+@pytest.mark.parametrize("nodes", [3, 8])
+def test_siblings_of_more_than_one_in_all_leave_nothing_to_others(nodes):
+    """Trust may scale them to that. What another drafter says comes last, parents before their children."""
+    sure, chain = RowTree([1, 2], [-1, -1], [0.8, 0.6]), RowTree([3, 4, 5], [-1, 0, 1], [0.9, 0.8, 0.7])
+    merged = _merge((sure, chain), nodes)
+    assert merged.tokens == [1, 2, 3, 4, 5][:nodes] and merged.parents == [-1, -1, -1, 2, 3][:nodes]
+    assert merged.confidence == [0.8, 0.6, 0.0, 0.0, 0.0][:nodes]
+
+
 def test_no_token_is_believed_more_than_the_one_before_it():
     """Of a drafter that promises too little, whose probabilities are raised."""
     trust, rare = _Trust(), RowTree([1, 2], [-1, 0], [0.005, 0.005])

@@ -172,7 +172,7 @@ def _merge(trees: tuple[RowTree, ...], nodes: int) -> RowTree:
                 continue
             above = merged[parent]
             chance = confidence if parent < 0 else min(confidence / tree.confidence[parent], 1.0)
-            chance *= 1 - before.get(above, 0.0)
+            chance *= max(0.0, 1 - before.get(above, 0.0))  # trust may scale siblings to more than 1 in all
             index = merged[node] = found.setdefault((above, token), len(tokens))
             if index == len(tokens):
                 tokens.append(token)
