@@ -4,7 +4,8 @@
 #
 #   benchmarks/gpu.sh STAGE [--only PATTERN] [--seconds N]
 #
-#   1  numeric tests, natively; then compute-sanitizer over one decode and one 4-bit product
+#   1  tests of models that need a GPU, and the kernels' numeric tests natively; then compute-sanitizer over one decode
+#      and one 4-bit product
 #   2  attention beside its peers      3  linear layers beside theirs
 #   4  generate() of an 8B shape: transformers' loop and ours      5  warp-specialised attention alone: it may hang
 #   all  one after the other in N seconds together; what a stage leaves, the next ones have
@@ -15,7 +16,7 @@
 # script.
 set -uo pipefail
 
-usage() { sed -n '5,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
+usage() { sed -n '5,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
 
 stage=${1:-}; [[ $# -gt 0 ]] && shift
 only=() seconds=500
@@ -40,16 +41,16 @@ export PYTHONPATH=$package:$root/tests${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFER
 export TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor
 export FLASH_PAGED_FORWARD=portable  # stage 5 names the other
 
-dry=() jobs=$(nproc) && jobs=$((jobs > 12 ? 12 : jobs)) parts=$jobs
+dry=() jobs=$(nproc) && jobs=$((jobs > 15 ? 15 : jobs)) parts=$jobs
 if [[ -n ${DRY:-} ]]; then
     dry=(--tiny) jobs=1 parts=20; export TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=
 fi
 
-# limited COMMAND...: for the time that is left, with its output in the log, too
+# limited COMMAND...: for the time that is left, with its output in the log, too. Interrupted, pytest tells what failed.
 limited() {
     local left=$((end - SECONDS))
     if ((left < 5)); then echo "no time left for: $*" | tee -a "$out/gpu.log"; return 124; fi
-    (cd "$package" && timeout --kill-after=10 "$left" "$@" 2>&1) | tee -a "$out/gpu.log"
+    (cd "$package" && timeout --signal=INT --kill-after=10 "$left" "$@" 2>&1) | tee -a "$out/gpu.log"
 }
 
 # compiled SCRIPT ARGUMENTS...: every kernel of a benchmark compiled before it, by a process on every core
@@ -70,19 +71,21 @@ bench() {
         ${dry[@]+"${dry[@]}"} "$@" ${only[@]+"${only[@]}"}
 }
 
-pytest=("$python" -m pytest -q -p no:cacheprovider -c "$root/setup.cfg" --rootdir "$root")
+pytest=("$python" -m pytest -q --tb short -p no:cacheprovider -c "$root/setup.cfg" --rootdir "$root")
 
 run_stage() {
-    local status tool cases select only=(${only[@]+"${only[@]}"})
+    local status=0 tool cases select only=(${only[@]+"${only[@]}"})
     case $1 in
         1)
             select="not hopper and not variant${only[1]:+ and (${only[1]})}"
-            local files=("$root"/tests/kernels/test_*_numeric.py) side=()
+            local files=("$root"/tests/kernels/test_*_numeric.py) side=() models
             [[ -n ${DRY:-} ]] && files=("$root/tests/kernels/test_efficient_linear_gate_up_numeric.py")
+            mapfile -t models < <(grep -rl --include='test_*.py' 'mark\.gpu' "$root/tests" | grep -v /kernels/)
             ((jobs > 1)) && "$python" -c "import xdist" 2> "$package/xdist" && side=(--numprocesses "$jobs" --dist worksteal)
+            [[ -z ${DRY:-} ]] && { limited "${pytest[@]}" -m gpu -k "$select" --timeout 120 ${side[@]+"${side[@]}"} \
+                --junitxml "$out/models.xml" "${models[@]}"; status=$?; }
             limited "${pytest[@]}" -k "$select" --timeout 120 ${side[@]+"${side[@]}"} --junitxml "$out/numeric.xml" \
-                "${files[@]}"
-            status=$?
+                "${files[@]}" || status=$?
             if command -v compute-sanitizer > /dev/null; then
                 cases=("$root"/tests/kernels/test_{flash_paged_decode,efficient_linear}_numeric.py)
                 for tool in memcheck initcheck; do
