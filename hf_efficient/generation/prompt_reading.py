@@ -1,5 +1,5 @@
-"""How a CPU reads the prompts of a batch: in captured forwards, in groups without padding, and in parts whose
-activations stay within a budget."""
+"""How the prompts of a batch are read: in captured forwards; on a CPU also in groups without padding, and in parts
+whose activations stay within a budget."""
 
 import copy
 
@@ -60,7 +60,7 @@ class PromptReading:
         if len(position_ids) != rows or (cache.batch_size not in (-1, rows)):
             return []
         lengths = [columns] * rows if mask is None else mask.sum(1).tolist()
-        takes_all = self.captured.prompt.takes(lengths)  # counts them, the first of all too
+        takes_all = self.captured.prompt.takes(lengths, self.captured.is_of_cpu)  # counts them, the first of all too
         return lengths if takes_all and all(layer.is_initialized for layer in cache._paged_layers) else []
 
     def _prefill_replayed(self, lengths: list[int], input_ids, generation_config, model_kwargs: dict) -> torch.Tensor:
@@ -90,13 +90,17 @@ class PromptReading:
         """Whether the cache can be filled with some columns at a time, by an attention that needs no masks."""
         length, cache = exact_length(self.model), self.cache
         is_exact = length is None or columns <= length
-        return is_exact and cache.reads_pages and cache.eviction is None and not self.extra and self._is_our_own()
+        is_plain = cache.reads_pages and cache.eviction is None and not self.extra
+        return is_exact and is_plain and self._is_on_cpu() and self._is_our_own()
+
+    def _is_on_cpu(self) -> bool:
+        return self.model.device.type == "cpu"
 
     def _is_our_own(self) -> bool:
-        """Whether a CPU fills an empty cache that nobody else sees. A caller's own cache gets the values of one forward
+        """Whether an empty cache is filled that nobody else sees. A caller's own cache gets the values of one forward
         of all: parts round otherwise."""
         is_callers = self.cache.prefix_cache is not None or any(layer.exact for layer in self.cache._paged_layers)
-        return self.model.device.type == "cpu" and not is_callers and not any(self.cache.cache_seqlens)
+        return not is_callers and not any(self.cache.cache_seqlens)
 
     def _takes_groups(self) -> bool:
         """Whether the cache can be filled with some sequences at a time."""
@@ -110,7 +114,7 @@ class PromptReading:
         leaves out padding, or as many as the budget allows. At most one group: all are run at once."""
         mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs["position_ids"]
         has_others = any(value is not None for key, value in model_kwargs.items() if key not in SET_HERE)
-        if has_others or not self._takes_groups() or (mask is not None and mask.dim() != 2):
+        if has_others or not self._is_on_cpu() or not self._takes_groups() or (mask is not None and mask.dim() != 2):
             return []
         rows, columns = position_ids.shape[-2:] if mask is None else mask.shape
         if position_ids.shape[-2] != rows or (mask is not None and not is_left_padded(mask)):

@@ -122,7 +122,9 @@ class RaggedModel(PromptReading, PackedReading):
             self.captured.forward = self._forward
         if self.captured is not None:
             self.captured.is_unchanged = self.is_unchanged
-            self.captured.prompt = self.captured.prompt or CapturedPrompt(self.cache, self.captured.most_bytes)
+            self.captured.prompt = self.captured.prompt or CapturedPrompt(
+                self.cache, self.captured.most_bytes, self.captured.new_capture
+            )
             self.captured.prompt.forward = self._prompt_forward
 
     def _prompt_forward(self, tokens: torch.Tensor, positions: torch.Tensor, last: torch.Tensor) -> torch.Tensor:

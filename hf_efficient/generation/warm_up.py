@@ -18,7 +18,7 @@ from hf_efficient.generation.speculation.proposal import MAX_NODES
 
 
 PROMPTS = (8, 24, 48, 192, 320)  # tokens: one length for each kernel that the linear layers choose by their rows
-PROMPT_READS = 2  # on a CPU: the first runs eagerly, the second is captured
+PROMPT_READS = 2  # the first runs eagerly, the second is captured
 
 
 def warm_up(
@@ -65,7 +65,7 @@ def warm_up(
         with torch.inference_mode(False), torch.no_grad():
             runner = RaggedModel(model, entry.cache, max_length, None, None, entry.captured, entry.is_capturable)
             for length in sorted(tokens for tokens in prompt_tokens if tokens < max_length):
-                for _ in range(PROMPT_READS if model.device.type == "cpu" else 1):
+                for _ in range(PROMPT_READS):
                     entry.cache.rewind([0] * len(entry.cache.cache_seqlens))
                     _read_prompt(runner, rows, length)
             sizes = _sizes(rows, sorted(set(widths)), rows > 1 and runner.packs)

@@ -11,8 +11,9 @@ from transformers.generation import StoppingCriteria
 from hf_efficient import WeightOnlyConfig
 from hf_efficient.generation import loop, model_state
 from hf_efficient.generation.arriving import ArrivingTokens
-from hf_efficient.generation.replay import captured_forward
+from hf_efficient.generation.replay import captured_forward, captured_prompt
 from hf_efficient.generation.replay.captured_forward import why_not_captured
+from hf_efficient.generation.replay.graph_forward import GraphForward
 from hf_efficient.generation.warm_up import warm_up
 
 
@@ -91,6 +92,21 @@ def test_speculation_runs_over_graphs(draft, do_sample):
         assert torch.equal(eager.generate(**options), output)
 
 
+def test_prompts_are_replayed_from_their_second_meeting_on(monkeypatch):
+    monkeypatch.setattr(captured_prompt, "MOST_ON_DEVICE", 140)
+    sizes, model, new_capture = [], served_model("llama", eos_token_id=None), GraphForward.new_capture
+    monkeypatch.setattr(GraphForward, "new_capture", lambda *args: sizes.append(args[2]) or new_capture(*args))
+    batches = [left_padded_batch(lengths) for lengths in ((110, 20), (110, 19), (106, 30), (110, 31))]
+    with transformers_loop():
+        expected = [model.generate(**batch, do_sample=False, max_new_tokens=1) for batch in batches]
+    captured = []
+    for batch, tokens in zip(batches, expected):
+        assert torch.equal(model.generate(**batch, do_sample=False, max_new_tokens=1), tokens)
+        captured.append(sizes.copy())
+        sizes.clear()
+    assert captured == [[], [112, 32], [], []], "the first batch ran eagerly, the last has too many tokens"
+
+
 def test_a_forward_is_queued_before_the_last_tokens_are_read(monkeypatch):
     """No host read in a step but the tokens, one step behind."""
     events, made, read = [], ArrivingTokens.__init__, ArrivingTokens.read
@@ -111,7 +127,8 @@ def test_a_step_reads_one_tensor(do_sample, monkeypatch):
     monkeypatch.setattr(loop.SpeculativeLoop, "_learn", lambda *args: None)
 
     def count(tokens):
-        model.generate(**left_padded_batch((7,)), do_sample=do_sample, max_new_tokens=tokens)  # captures
+        for _ in range(2):  # captures, in the second call the prompt
+            model.generate(**left_padded_batch((7,)), do_sample=do_sample, max_new_tokens=tokens)
         reads.clear()
         model.generate(**left_padded_batch((7,)), do_sample=do_sample, max_new_tokens=tokens)
         return len(reads)

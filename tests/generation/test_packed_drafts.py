@@ -233,14 +233,14 @@ def test_a_failed_packed_capture_is_named(monkeypatch):
     target, inputs = enable_speculation(tiny_model("llama")), left_padded_batch([5, 9, 3, 4, 6])
     target.generation_config.eos_token_id = None
     plain, warnings = target.generate(**inputs, max_new_tokens=NEW, do_sample=False), []
-    make = CapturedForward._new_capture
+    make = CapturedForward.new_capture
 
     def fails(self, forward, tokens):
         if tokens == 8:  # no multiple of 5, so a packed one
             raise ZeroDivisionError("no capture")
         return make(self, forward, tokens)
 
-    monkeypatch.setattr(CapturedForward, "_new_capture", fails)
+    monkeypatch.setattr(CapturedForward, "new_capture", fails)
     monkeypatch.setattr(captured_forward.logger, "warning_once", warnings.append)
     draft = fixed(OneDrafts(plain, 1.0, 2, 128))
     assert torch.equal(target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft), plain)

@@ -178,7 +178,7 @@ class CapturedForward:
     def _capture(self, kind: tuple, inputs: tuple) -> Capture:
         start = perf_counter()
         try:
-            return self._new_capture(lambda: self.forward(*inputs[:2]), inputs[0].numel())
+            return self.new_capture(lambda: self.forward(*inputs[:2]), inputs[0].numel())
         except NotReplayable:
             raise
         except Exception as error:  # an error of the forward's own shows again when it runs eagerly
@@ -188,7 +188,7 @@ class CapturedForward:
         finally:
             self._last_capture_seconds = perf_counter() - start
 
-    def _new_capture(self, forward: Callable, tokens: int) -> Capture:
+    def new_capture(self, forward: Callable, tokens: int) -> Capture:
         """Captures `forward` of so many tokens of all sequences."""
         return Capture(forward)
 

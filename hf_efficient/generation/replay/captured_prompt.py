@@ -1,5 +1,4 @@
-"""Prompts on a CPU, in chunks whose forwards are captured and replayed: sequence by sequence, those of one length at
-once."""
+"""Prompts in chunks whose forwards are captured and replayed: sequence by sequence, those of one length at once."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -8,6 +7,7 @@ import torch
 from transformers.utils import logging
 
 from hf_efficient.cache.paged_cache import PagedCache
+from hf_efficient.kernels.replay.cuda_graph import on_device
 from hf_efficient.kernels.replay.recorder import Capture, NotReplayable
 
 
@@ -16,6 +16,7 @@ logger = logging.get_logger(__name__)
 CHUNKS = (512, 128)  # tokens of a forward, as many of the first as there are: weights are read once for all of them
 STEP = 16  # widths of chunks are multiples of it
 LEAST_TOKENS = 64  # of a prompt, on average, for those of a batch to be captured
+MOST_ON_DEVICE = 512  # tokens of all prompts of a batch: a GPU computes more for longer than the host queues kernels
 REST = 4  # a shape whose capture was dropped is captured again after so many meetings more each time
 
 
@@ -31,17 +32,21 @@ class CapturedPrompt:
 
     forward: Callable | None = None
 
-    def __init__(self, cache: PagedCache, most_bytes: int):
-        """most_bytes: of the results of all captures over the cache; the latest stays in any case."""
-        self.cache, self.most_bytes = cache, most_bytes
+    def __init__(self, cache: PagedCache, most_bytes: int, new_capture: Callable[[Callable, int], Capture]):
+        """most_bytes: of the results of all captures over the cache; the latest stays in any case. new_capture:
+        captures a forward of so many tokens."""
+        self.cache, self.most_bytes, self._new_capture = cache, most_bytes, new_capture
         self._seen: Counter[tuple[int, int]] = Counter()  # rows and width -> batches with such a chunk
         # rows and width -> inputs, addresses, capture
         self._captures: dict[tuple[int, int], tuple[tuple, list[int], Capture]] = {}
         self._dropped: Counter[tuple[int, int]] = Counter()  # rows and width -> captures that made room for others
         self._falls_back = False  # to eager forwards, for good
 
-    def takes(self, lengths: list[int]) -> bool:
-        """Whether prompts of so many tokens, of one batch, are replayed, or captured now."""
+    def takes(self, lengths: list[int], is_of_cpu: bool) -> bool:
+        """Whether prompts of so many tokens, of one batch, are replayed, or captured now. A device reads longer ones in
+        one forward."""
+        if not is_of_cpu and sum(lengths) > MOST_ON_DEVICE:
+            return False
         shapes = {(len(rows), width) for rows in together(lengths) for width in _widths(lengths[rows[0]])}
         self._seen.update(shapes)
         worth = len(lengths) == 1 or sum(lengths) >= LEAST_TOKENS * len(lengths)
@@ -53,6 +58,10 @@ class CapturedPrompt:
         Returns the logits [rows, vocabulary] that follow, in a tensor that the next call overwrites; None, with nothing
         appended, where the caller has to run the forward eagerly.
         """
+        with on_device(tokens.device):  # graphs are captured and replayed on streams of the current device
+            return self._read(tokens, positions)
+
+    def _read(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
         logits, first = None, 0
         for width in _widths(tokens.shape[1]):
             chunk = slice(first, first + width)
@@ -65,7 +74,7 @@ class CapturedPrompt:
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor | None:
         (rows, count), shape = tokens.shape, (len(tokens), width)
-        new = tokens, positions, torch.tensor([count - 1])
+        new = tokens, positions, torch.tensor([count - 1], device=tokens.device)
         inputs, addresses, capture = self._captures.pop(shape, (None, None, None))
         if inputs is None:
             inputs = tuple(tensor.new_zeros(rows, width) for tensor in new[:2]) + (new[2].clone(),)
@@ -93,7 +102,7 @@ class CapturedPrompt:
 
     def _capture(self, inputs: tuple) -> Capture | None:
         try:
-            return Capture(lambda: self.forward(*inputs))
+            return self._new_capture(lambda: self.forward(*inputs), inputs[0].numel())
         except Exception as error:  # an error of the forward's own shows again when it runs eagerly
             if not isinstance(error, NotReplayable):
                 logger.warning_once(f"prompts run eagerly, which is slower, as one could not be captured: {error}")
