@@ -148,20 +148,26 @@ def packed_prefill(bench: Benchmark, lengths: list[int], dim: int = 128) -> None
             return F.scaled_dot_product_attention(*padded, attn_mask=mask)
 
     bench.record(dict(kernel="SDPA with a mask, padded prefill", ours=False, **case), masked, 1, *work)
-    block = 16
+    for block in (16,) if bench.tiny else (16, 64):
+        paged_prefill(bench, lengths, q, (bounds, bounds, longest, longest), {**case, "block": block}, work)
+
+
+def paged_prefill(bench: Benchmark, lengths: list[int], q, arguments: tuple, case: dict, work: tuple) -> None:
+    """The prompts of `packed_prefill`, whose keys and values lie in shuffled pages."""
+    block, kv_heads = case["block"], 1 if bench.tiny else KV_HEADS
     blocks = [-(-length // block) for length in lengths]
     table = torch.full((len(lengths), max(blocks)), -1, dtype=torch.int32, device=bench.device)
     for row, pages in enumerate(torch.randperm(sum(blocks), device=bench.device).to(torch.int32).split(blocks)):
         table[row, : len(pages)] = pages
-    k_pages, v_pages = (bench.random(sum(blocks), block, kv_heads, dim) for _ in range(2))
+    k_pages, v_pages = (bench.random(sum(blocks), block, kv_heads, case["D"]) for _ in range(2))
 
-    def attend_pages(i, attention=flash_paged.flash_attn_varlen_func):
+    def attend(i, attention=flash_paged.flash_attn_varlen_func):
         return attention(q, k_pages, v_pages, *arguments, causal=True, block_table=table)
 
-    def check_pages():
-        return error(attend_pages(0), attend_pages(0, flash_paged.flash_attn_varlen_func_reference))
+    def check():
+        return error(attend(0), attend(0, flash_paged.flash_attn_varlen_func_reference))
 
-    bench.record(dict(kernel="flash_paged paged prefill", ours=True, **case), attend_pages, 1, *work, check_pages)
+    bench.record(dict(kernel="flash_paged paged prefill", ours=True, **case), attend, 1, *work, check)
 
 
 class Pages:

@@ -64,6 +64,7 @@ def gpu_attention() -> str:
             what += ", ragged" if line["lengths"] == "ragged" else ""
         elif "S" in line:
             what = f"{line['B']} x {line['S']:,} tokens{', causal' if line['causal'] else ''}"
+            what += f", pages of {line['block']}" if "block" in line else ""
         else:
             what = f"{line['T']:,} tokens, {line['format'] or 'bfloat16'}"
         time = line["us"]["median"]

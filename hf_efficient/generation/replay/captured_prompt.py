@@ -74,13 +74,13 @@ class CapturedPrompt:
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor | None:
         (rows, count), shape = tokens.shape, (len(tokens), width)
-        new = tokens, positions, torch.tensor([count - 1], device=tokens.device)
+        new = tokens, positions
         inputs, addresses, capture = self._captures.pop(shape, (None, None, None))
         if inputs is None:
-            inputs = tuple(tensor.new_zeros(rows, width) for tensor in new[:2]) + (new[2].clone(),)
-        for static, values in zip(inputs[:2], new):
+            inputs = *(tensor.new_zeros(rows, width) for tensor in new), tokens.new_zeros(1)
+        for static, values in zip(inputs, new):
             static[:, :count], static[:, count:] = values, values[:, -1:]
-        inputs[2].copy_(new[2])
+        inputs[2].fill_(count - 1)
         with self.cache.decode_step(width):
             now = [tensor.data_ptr() for tensor in self.cache.static_tensors()]
             if capture is not None and addresses == now:
