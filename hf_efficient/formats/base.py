@@ -7,6 +7,12 @@ import torch
 from hf_efficient.kernels.linear.layout import DequantizedLayout, Layout
 
 
+def divide(values: torch.Tensor, number: float) -> torch.Tensor:
+    """values / number, rounded once on every device. Of a division by a number of Python torch makes a product with its
+    reciprocal on CUDA, which is often the float next to the quotient."""
+    return values / values.new_full((), number)
+
+
 class Format:
     """How the weight [N, K] of a linear layer lies in memory and on disk, as named canonical tensors.
 

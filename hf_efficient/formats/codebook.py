@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from hf_efficient.formats.base import divide
 from hf_efficient.formats.grouped_codes import GroupedCodes
 from hf_efficient.kernels.linear.codebook import codebook_layout, dequantize_codebook
 from hf_efficient.kernels.linear.codes import packed_width
@@ -98,7 +99,7 @@ class CodebookFormat(GroupedCodes):
             exponent = scale.float().clamp_min(2.0**-_E8M0_BIAS).log2().round_() + _E8M0_BIAS
             return {"scale_codes": exponent.clamp_(0, _E8M0_LARGEST).to(torch.uint8)}
         if self.codebook == "nvfp4":
-            step = (scale.float().amax() / _E4M3_LARGEST).view(1)
+            step = divide(scale.float().amax(), _E4M3_LARGEST).view(1)
             codes = scale.float() / torch.where(step == 0, 1, step)
             return {"scale_codes": codes.to(torch.float8_e4m3fn), "scale_scale": step}
         if not self.double_quantization:
@@ -165,11 +166,11 @@ class CodebookFormat(GroupedCodes):
         table = torch.tensor([TABLES[self.codebook]], device=weight.device)
         largest, best = self.absmax(weight), None
         for entry in _LARGEST.get(self.codebook, (1.0,)):
-            tensors = self.store_scale(largest / entry, weight.dtype)
+            tensors = self.store_scale(divide(largest, entry), weight.dtype)
             if self.codebook not in _LARGEST:
                 break
             error = self._error(weight, self.scale(tensors), table, importance)
-            found = error, largest / entry
+            found = error, divide(largest, entry)
             best = found if best is None else [torch.where(error < best[0], new, old) for new, old in zip(found, best)]
         else:
             tensors = self.store_scale(best[1], weight.dtype)

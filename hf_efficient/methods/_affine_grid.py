@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_efficient.formats import AffineFormat
+from hf_efficient.formats.base import divide
 
 
 Grid = tuple[torch.Tensor, torch.Tensor]
@@ -55,10 +56,10 @@ def grid_of_range(low: torch.Tensor, high: torch.Tensor, format: AffineFormat, d
     Raises:
         ValueError: a range that is not finite, because a weight is not."""
     if format.symmetric:
-        scale = torch.maximum(-low, high) / (format.levels / 2)
+        scale = divide(torch.maximum(-low, high), format.levels / 2)
     else:
         low, high = low.clamp_max(0), high.clamp_min(0)
-        scale = (high - low) / format.levels
+        scale = divide(high - low, format.levels)
     if not scale.isfinite().all():
         raise ValueError("the weight holds NaN or infinite values")
     scale = stored(scale, dtype)

@@ -11,6 +11,7 @@ rounded once more among all others, and columns that stay in 16 bits make up for
 import torch
 import torch.nn.functional as F
 
+from hf_efficient.formats.base import divide
 from hf_efficient.formats.w8a8 import BLOCK, Float8Format, Int8Format, expand_blocks
 from hf_efficient.methods._error_feedback import Feedback, damped_factor, output_error
 
@@ -96,11 +97,11 @@ def _by_weight(scale, weight, format) -> torch.Tensor:
 def _grid(weight, format) -> tuple[torch.Tensor, torch.Tensor]:
     """(scale as it is stored, zero point), float32 [N, 1] or [1, 1]; the zero points of a symmetric grid are 0."""
     if not getattr(format, "zero_point", False):
-        scale = _positive(_sharing_a_scale(weight.abs(), format, torch.amax).float() / format.largest)
+        scale = _positive(divide(_sharing_a_scale(weight.abs(), format, torch.amax).float(), format.largest))
         return scale, scale.new_zeros(1, 1)
     low = -_sharing_a_scale(-weight, format, torch.amax).float().clamp_min(0)
     high = _sharing_a_scale(weight, format, torch.amax).float().clamp_min(0)
-    scale = _positive((high - low) / 255)
+    scale = _positive(divide(high - low, 255))
     return scale, (-low / scale).round_().clamp_(0, 255).sub_(128)
 
 

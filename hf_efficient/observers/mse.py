@@ -6,7 +6,8 @@ from hf_efficient.observers.histogram import HistogramObserver
 
 
 STEPS = 255  # between the ends of an 8-bit grid
-_SHARES = torch.logspace(-2, 0, 256, dtype=torch.float64)  # of the observed range, 1.8 % apart
+# of the observed range, 1.8 % apart; on the CPU also where a model is being loaded, on the meta device
+_SHARES = torch.logspace(-2, 0, 256, dtype=torch.float64, device="cpu").tolist()
 
 
 class MSEObserver(HistogramObserver):
@@ -21,7 +22,7 @@ class MSEObserver(HistogramObserver):
         centres = histogram.centres()
         best = torch.full_like(high, torch.inf)
         chosen = torch.ones_like(high)
-        for share in _SHARES.tolist():
+        for share in _SHARES:
             beyond = centres - centres.clamp((low * share)[:, None], (high * share)[:, None])
             rounding = ((high - low) * share / STEPS).square()[:, None] / 12
             error = (histogram.counts * torch.where(beyond == 0, rounding, beyond.square())).sum(1)

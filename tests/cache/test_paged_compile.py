@@ -283,8 +283,9 @@ def test_a_cuda_graph_replayed_while_lengths_grow():
             torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(torch.cat(tokens, 1), expected)
     assert_close(torch.cat(logits, 1), expected_logits[:, 1:], 1e-5, 1e-3, "float32: keys split otherwise")
-    with pytest.raises(RuntimeError, match="captured in a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        forward(positions)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="captured in a CUDA graph"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            forward(positions)
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ from format_checks import check_declared, check_on_a_gpu
 
 from hf_efficient.formats.trellis import TrellisFormat
 from hf_efficient.kernels.linear import trellis_codes, trellis_search
+from hf_efficient.kernels.linear.trellis import TrellisTritonLayout
 from hf_efficient.kernels.linear.trellis_codes import TRELLIS_BITS
 
 
@@ -118,4 +119,4 @@ def test_a_checkpoint_with_a_scale_that_is_no_number_is_refused():
 @pytest.mark.parametrize("bits", TRELLIS_BITS)
 def test_on_a_gpu(bits):
     format = TrellisFormat(bits)
-    check_on_a_gpu(format, random_tensors(format, 96, 64), 64, None, 0.005)
+    check_on_a_gpu(format, random_tensors(format, 96, 64), 64, TrellisTritonLayout, 0.005)

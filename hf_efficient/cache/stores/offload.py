@@ -13,7 +13,8 @@ from hf_efficient.cache.stores.tiered import TieredStore
 
 
 class Offload:
-    """Memory that several `PagedCache`s share. The results have the same bits as without it.
+    """Memory that several `PagedCache`s share. The results have the same bits as without it where forwards are not
+    compiled. (On an accelerator `generate` compiles those over a pool of fixed size, and never with an `Offload`.)
 
     When more pages are on a device than may stay there, those leave that are needed last: first the layers of the
     caches that ran longest ago (a chat parked while others run), then of the running cache the layer that it has just
