@@ -7,7 +7,7 @@ import pytest
 from aot import TARGETS, compile_kernel
 from linear_aot import MATRIX_INSTRUCTION, QUADS, compile_launch, wide_loads
 
-from hf_efficient.kernels.efficient_linear import gate_up_kernels, launch_configs, weight_only_kernels
+from hf_efficient.kernels.efficient_linear import dequantize_kernels, gate_up_kernels, launch_configs, weight_only_kernels
 from hf_efficient.kernels.efficient_linear.codebook_fragments import GATHER, PERMUTE
 
 
@@ -155,12 +155,24 @@ def test_specialised_to_one_row_and_column():
     assert compile_linear("sm_90", EVEN_K=False, **ones).local_bytes == 0
 
 
-@pytest.mark.parametrize("target, bits", [("sm_80", 8), ("sm_90", 3), ("sm_100", 2), ("gfx942", 4)])
-def test_dequantize(target, bits):
-    kernel = weight_only_kernels.dequantize_kernel
-    types = {"packed_ptr": "*i32", "scale_ptr": "*bf16", "zero_ptr": "*u8", "out_ptr": "*bf16"}
-    constexprs = dict(BITS=bits, GROUP=64, ASYMMETRIC=True, codebook_ptr=None, LOOKUP=0, PER_ROW=False, BLOCK_N=64)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "bits, group, lookup, per_row", [(2, 32, 0, False), (3, 64, 0, False), (8, 0, 0, False), (4, 64, PERMUTE, True)]
+)
+def test_dequantize(target, bits, group, lookup, per_row):
+    """Weights change lanes as 16-bit numbers, and rows are stored in pieces of 16 bytes."""
+    kernel = dequantize_kernels.dequantize_kernel
+    types = {"packed": "*i32", "scale": "*bf16", "zero": "*u8", "codebook": "*bf16", "out": "*bf16"}
+    types = {f"{name}_ptr": type for name, type in types.items()}
+    if lookup:
+        constexprs = dict(zero_ptr=None, ASYMMETRIC=False, LOOKUP=(GATHER if target == "gfx942" else PERMUTE).value)
+    else:
+        constexprs = dict(codebook_ptr=None, ASYMMETRIC=True, LOOKUP=0)
+    constexprs |= dict(BITS=bits, GROUP=group, PER_ROW=per_row, PTX=target != "gfx942", BLOCK_N=64)
     compiled = compile_launch(kernel, types, constexprs, target, 4, 3, ("N", "K"))
     assert compiled.local_bytes == 0
+    columns = 256 if bits == 3 else 128
+    assert compiled.shared <= 64 * 128 * 2, "16 bits each"
     if target != "gfx942":
-        assert compiled.count("LDG.E.128") > 0 and compiled.count("STG.E.128") > 0
+        assert compiled.count("LDG.E.128") == columns * bits // 256
+        assert compiled.count("STG.E.128") == 64 * columns * 2 // (128 * 16) == compiled.count("STG")

@@ -6,12 +6,13 @@ import torch
 import triton
 
 from .codebook_fragments import GATHER, PERMUTE
+from .dequantize_kernels import dequantize_kernel
 from .fragments import MAGIC_BFLOAT16, MAGIC_FLOAT16
 from .frozen_weight import FrozenWeightProduct, needs_gradient
 from .launch_configs import DEQUANTIZE_ABOVE, choose_tile, stages
 from .packing import COLUMNS, check_layout, check_packed, number_of_groups, step_columns
 from .split_k import split
-from .weight_only_kernels import dequantize_kernel, few_tokens_kernel, many_tokens_kernel
+from .weight_only_kernels import few_tokens_kernel, many_tokens_kernel
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -112,10 +113,10 @@ def _dequantize(packed, scale, zero_point, codebook, dtype, *, bits, group_size,
     out = torch.empty(packed.shape[0], in_features, dtype=dtype, device=packed.device)
     block_n = 64
     with _on(packed.device):
-        dequantize_kernel[(triton.cdiv(packed.shape[0], block_n), triton.cdiv(in_features, step_columns(bits)))](
+        dequantize_kernel[(triton.cdiv(in_features, step_columns(bits)), triton.cdiv(packed.shape[0], block_n))](
             packed, scale, zero_point, codebook, out, packed.shape[0], in_features, *_scale_strides(scale),
             *_scale_strides(zero_point), BITS=bits, GROUP=_kernel_group(group_size), ASYMMETRIC=zero_point is not None,
-            LOOKUP=_lookup(codebook, torch.float32), PER_ROW=codebook is not None and codebook.dim() == 2,
+            LOOKUP=_lookup(codebook, dtype), PER_ROW=codebook is not None and codebook.dim() == 2, PTX=PTX,
             BLOCK_N=block_n, num_warps=4,
         )  # fmt: skip
     return out
