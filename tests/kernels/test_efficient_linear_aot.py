@@ -4,10 +4,16 @@ the loads and matrix instructions it was written for."""
 import re
 
 import pytest
+import sass
 from aot import TARGETS, compile_kernel
 from linear_aot import MATRIX_INSTRUCTION, QUADS, compile_launch, wide_loads
 
-from hf_efficient.kernels.efficient_linear import dequantize_kernels, gate_up_kernels, launch_configs, weight_only_kernels
+from hf_efficient.kernels.efficient_linear import (
+    dequantize_kernels,
+    gate_up_kernels,
+    launch_configs,
+    weight_only_kernels,
+)
 from hf_efficient.kernels.efficient_linear.codebook_fragments import GATHER, PERMUTE
 
 
@@ -28,12 +34,13 @@ def compile_linear(
 ):
     """As weight_only_linear launches it for even K, with bias, K split, and the groups of a row side by side;
     `constants` replaces run-time arguments by values."""
-    is_plain = kernel is None and not lookup and target in ("sm_80", "sm_90", "sm_100")
+    is_plain = kernel is None and not lookup and target in ("sm_90", "sm_100")
     tile = launch_configs.choose_tile(tokens, dtype == "fp32", bits, launch_configs.WIDE_ROWS if is_plain else 0)
     kernel = kernel or (FEW if tile.programs_per_processor else MANY)
     constexprs = dict(BITS=bits, GROUP=group, ASYMMETRIC=asymmetric, HAS_BIAS=True, EVEN_K=True, SPLIT=True)
     constexprs |= dict(LOOKUP=lookup, PER_ROW=per_row, PTX=target != "gfx942", QUADS=target in QUADS)
     constexprs |= dict(BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, UPCAST=False)
+    constexprs["TWO_TILES"] = tile.block_n > 16 * tile.num_warps
     constexprs["stride_sg"] = 1 if group else 0
     if asymmetric:
         constexprs["stride_zg"] = constexprs["stride_sg"]
@@ -147,6 +154,21 @@ def test_the_long_steps_of_three_bits(target, tokens, group):
 @pytest.mark.parametrize("tokens", sorted(launch_configs.FLOAT32_INPUT))
 def test_float32(tokens):
     assert compile_linear("sm_90", tokens, dtype="fp32").local_bytes == 0
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_120"])
+@pytest.mark.parametrize("bits, lookup", [(2, 0), (3, 0), (4, 0), (8, 0), (4, PERMUTE)])
+def test_tile_of_eight_tokens(target, bits, lookup, monkeypatch):
+    """Weights and tokens are in registers: nothing waits for a group of warps, and nothing moves between lanes."""
+    monkeypatch.setattr(launch_configs, "choose_tile", lambda *_: launch_configs.SMALL)
+    options = dict(lookup=lookup.value, asymmetric=False) if lookup else {}
+    compiled = compile_linear(target, 8, bits=bits, QUADS=True, **options)
+    assert compiled.local_bytes == 0 and compiled.registers <= (80 if target == "sm_90" else 128)
+    assert compiled.count("HGMMA") == 0 and compiled.count("SHFL") == 0
+    loop = max(sass.loops(compiled.machine_code), key=lambda names: sass.count(names, "HMMA"))
+    assert sass.count(loop, "HMMA") == 16 and sass.count(loop, "STS") == 0
+    most = {2: 3.2, 3: 3.7, 4: 4.3, 8: 5}[bits] * 256 // 2  # 64 rows by 256 columns, over 128 threads
+    assert target != "sm_90" or len(loop) <= most
 
 
 def test_specialised_to_one_row_and_column():

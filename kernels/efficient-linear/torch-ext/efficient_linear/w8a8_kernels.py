@@ -78,13 +78,14 @@ def finish(
 @triton.jit
 def load_codes(x_at, w_at, present, columns, step, K, EVEN_K: tl.constexpr):
     """The STEP columns of x [STEP, BLOCK_M] and of the weight [BLOCK_N, STEP] from step * STEP on, zeros from K on.
-    Tokens that are not present are not read (see weight_only_kernels.accumulate)."""
+    Of up to 16, tokens that are not present are not read (see weight_only_kernels.accumulate)."""
+    FEW: tl.constexpr = x_at.shape[1] <= 16
+    left = columns < K - step * STEP
     if EVEN_K:
-        x = tl.load(x_at + step * STEP, mask=present, other=0.0)
+        x = tl.load(x_at + step * STEP, mask=present, other=0.0) if FEW else tl.load(x_at + step * STEP)
         w = tl.load(w_at + step * STEP)
     else:
-        left = columns < K - step * STEP
-        x = tl.load(x_at + step * STEP, mask=left[:, None] & present, other=0.0)
+        x = tl.load(x_at + step * STEP, mask=left[:, None] & present if FEW else left[:, None], other=0.0)
         w = tl.load(w_at + step * STEP, mask=left[None, :], other=0.0)
     return x, w
 
