@@ -95,8 +95,8 @@ def accumulate(
     words_in_tile = steps * (BLOCKS * 128)
     lane_rows = row_block * BLOCK_N + rows_of_lanes(T)
     tokens = token_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    # Of up to 16, tokens that there are not are not read: reading the last one for all of them, every program would want
-    # the same few bytes at the same time from one place of the L2 cache. Larger tiles have no registers for it.
+    # Of up to 16, tokens that there are not are not read: reading the last one for all of them, every program would
+    # want the same few bytes at the same time from one place of the L2 cache. Larger tiles have no registers for it.
     present = (tokens < M)[None, :]
     tokens = tl.minimum(tokens, M - 1).to(tl.int64)
     columns = columns_of(PART, QUADS)
