@@ -88,7 +88,7 @@ def _weights(bits: int, tokens: int, budget: float | None, held: tuple[float, fl
     """Groups of 64 with zero points."""
 
     def tile(target):
-        rows = launch_configs.WIDE_ROWS if target in ("sm_80", "sm_90") else 0
+        rows = launch_configs.WIDE_ROWS if target == "sm_90" else 0
         return launch_configs.choose_tile(tokens, False, bits, rows)
 
     def weights(target):

@@ -4,10 +4,16 @@ the loads and matrix instructions it was written for."""
 import re
 
 import pytest
+import sass
 from aot import TARGETS, compile_kernel
 from linear_aot import MATRIX_INSTRUCTION, QUADS, compile_launch, wide_loads
 
-from hf_efficient.kernels.efficient_linear import gate_up_kernels, launch_configs, weight_only_kernels
+from hf_efficient.kernels.efficient_linear import (
+    dequantize_kernels,
+    gate_up_kernels,
+    launch_configs,
+    weight_only_kernels,
+)
 from hf_efficient.kernels.efficient_linear.codebook_fragments import GATHER, PERMUTE
 
 
@@ -28,12 +34,13 @@ def compile_linear(
 ):
     """As weight_only_linear launches it for even K, with bias, K split, and the groups of a row side by side;
     `constants` replaces run-time arguments by values."""
-    is_plain = kernel is None and not lookup and target in ("sm_80", "sm_90", "sm_100")
+    is_plain = kernel is None and not lookup and target in ("sm_90", "sm_100")
     tile = launch_configs.choose_tile(tokens, dtype == "fp32", bits, launch_configs.WIDE_ROWS if is_plain else 0)
     kernel = kernel or (FEW if tile.programs_per_processor else MANY)
     constexprs = dict(BITS=bits, GROUP=group, ASYMMETRIC=asymmetric, HAS_BIAS=True, EVEN_K=True, SPLIT=True)
     constexprs |= dict(LOOKUP=lookup, PER_ROW=per_row, PTX=target != "gfx942", QUADS=target in QUADS)
     constexprs |= dict(BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, UPCAST=False)
+    constexprs["TWO_TILES"] = tile.block_n > 16 * tile.num_warps
     constexprs["stride_sg"] = 1 if group else 0
     if asymmetric:
         constexprs["stride_zg"] = constexprs["stride_sg"]
@@ -149,18 +156,45 @@ def test_float32(tokens):
     assert compile_linear("sm_90", tokens, dtype="fp32").local_bytes == 0
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_120"])
+@pytest.mark.parametrize("bits, lookup", [(2, 0), (3, 0), (4, 0), (8, 0), (4, PERMUTE)])
+def test_tile_of_eight_tokens(target, bits, lookup, monkeypatch):
+    """Weights and tokens are in registers: nothing waits for a group of warps, and nothing moves between lanes."""
+    monkeypatch.setattr(launch_configs, "choose_tile", lambda *_: launch_configs.SMALL)
+    options = dict(lookup=lookup.value, asymmetric=False) if lookup else {}
+    compiled = compile_linear(target, 8, bits=bits, QUADS=True, **options)
+    assert compiled.local_bytes == 0 and compiled.registers <= (80 if target == "sm_90" else 128)
+    assert compiled.count("HGMMA") == 0 and compiled.count("SHFL") == 0
+    loop = max(sass.loops(compiled.machine_code), key=lambda names: sass.count(names, "HMMA"))
+    assert sass.count(loop, "HMMA") == 16 and sass.count(loop, "STS") == 0
+    most = {2: 3.2, 3: 3.7, 4: 4.3, 8: 5}[bits] * 256 // 2  # 64 rows by 256 columns, over 128 threads
+    assert target != "sm_90" or len(loop) <= most
+
+
 def test_specialised_to_one_row_and_column():
     """A launch turns arguments that are 1 into constants."""
     ones = dict(N=1, K=1, stride_x=1, stride_sn=1, stride_sg=1, stride_zn=1, stride_zg=1)
     assert compile_linear("sm_90", EVEN_K=False, **ones).local_bytes == 0
 
 
-@pytest.mark.parametrize("target, bits", [("sm_80", 8), ("sm_90", 3), ("sm_100", 2), ("gfx942", 4)])
-def test_dequantize(target, bits):
-    kernel = weight_only_kernels.dequantize_kernel
-    types = {"packed_ptr": "*i32", "scale_ptr": "*bf16", "zero_ptr": "*u8", "out_ptr": "*bf16"}
-    constexprs = dict(BITS=bits, GROUP=64, ASYMMETRIC=True, codebook_ptr=None, LOOKUP=0, PER_ROW=False, BLOCK_N=64)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "bits, group, lookup, per_row", [(2, 32, 0, False), (3, 64, 0, False), (8, 0, 0, False), (4, 64, PERMUTE, True)]
+)
+def test_dequantize(target, bits, group, lookup, per_row):
+    """Weights change lanes as 16-bit numbers, and rows are stored in pieces of 16 bytes."""
+    kernel = dequantize_kernels.dequantize_kernel
+    types = {"packed": "*i32", "scale": "*bf16", "zero": "*u8", "codebook": "*bf16", "out": "*bf16"}
+    types = {f"{name}_ptr": type for name, type in types.items()}
+    if lookup:
+        constexprs = dict(zero_ptr=None, ASYMMETRIC=False, LOOKUP=(GATHER if target == "gfx942" else PERMUTE).value)
+    else:
+        constexprs = dict(codebook_ptr=None, ASYMMETRIC=True, LOOKUP=0)
+    constexprs |= dict(BITS=bits, GROUP=group, PER_ROW=per_row, PTX=target != "gfx942", BLOCK_N=64)
     compiled = compile_launch(kernel, types, constexprs, target, 4, 3, ("N", "K"))
     assert compiled.local_bytes == 0
+    columns = 256 if bits == 3 else 128
+    assert compiled.shared <= 64 * 128 * 2, "16 bits each"
     if target != "gfx942":
-        assert compiled.count("LDG.E.128") > 0 and compiled.count("STG.E.128") > 0
+        assert compiled.count("LDG.E.128") == columns * bits // 256
+        assert compiled.count("STG.E.128") == 64 * columns * 2 // (128 * 16) == compiled.count("STG")

@@ -58,6 +58,13 @@ def test_wide_tile(bits, kernel_device, nan_poison, monkeypatch):
     check_product(torch.randn(40, 384, device=kernel_device).half(), packed, scale, zero_point, None, layout)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_tile_of_eight_tokens(bits, kernel_device, nan_poison, monkeypatch):
+    monkeypatch.setattr(launch_configs, "MOST_SMALL", 8)
+    packed, scale, zero_point, layout = random_weight(70, 1100, bits, 64, False, torch.float16, kernel_device)
+    check_product(torch.randn(5, 1100, device=kernel_device).half(), packed, scale, zero_point, None, layout)
+
+
 @pytest.mark.parametrize(
     "bits, group_size, dtype",
     [
@@ -201,7 +208,7 @@ def test_a_graph_owns_its_counters(kernel_device):
 @pytest.mark.parametrize("bits, group_size", [(2, 64), (3, 32), (4, 64), (4, 256), (8, None)])
 def test_columns_in_the_order_of_four_neighbours(bits, group_size, monkeypatch):
     """As on compute capabilities 8.x and 12.x."""
-    monkeypatch.setattr(weight_only, "quads", lambda device: True)
+    monkeypatch.setattr(weight_only, "quads", lambda *_: True)
     packed, scale, zero_point, layout = random_weight(70, 330, bits, group_size, False, torch.bfloat16, "cpu")
     x = torch.randn(5, 330).bfloat16()
     expected = efficient_linear.weight_only_linear_reference(x, packed, scale, zero_point, **layout)

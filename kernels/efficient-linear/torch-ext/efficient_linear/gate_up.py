@@ -8,7 +8,16 @@ from .gate_up_kernels import gate_up_kernel
 from .launch_configs import choose_tile
 from .packing import step_columns
 from .split_k import split
-from .weight_only import _check_device, _check_input, _check_scales, _on, _options, _scale_strides, weight_only_linear
+from .weight_only import (
+    _check_device,
+    _check_input,
+    _check_scales,
+    _has_small_tiles,
+    _on,
+    _options,
+    _scale_strides,
+    weight_only_linear,
+)
 
 
 FUSED_TOKENS = 64  # the most tokens of one block, for which K may be split
@@ -51,7 +60,7 @@ def gate_up_silu(
     out = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
-    tile = choose_tile(tokens, x.dtype == torch.float32, bits)
+    tile = choose_tile(tokens, x.dtype == torch.float32, bits, small=_has_small_tiles(x.device))
     row_blocks, token_blocks = triton.cdiv(out_features, tile.block_n), triton.cdiv(tokens, tile.block_m)
     steps = triton.cdiv(in_features, step_columns(bits))
     with _on(x.device):

@@ -46,7 +46,7 @@ def joined_w8a8_kernel(
     result = tl.zeros((BLOCK_N, BLOCK_M), SUM)
     first_step = split * steps_per_split
     for step in tl.range(first_step, tl.minimum(first_step + steps_per_split, tl.cdiv(K, STEP))):
-        x, w = load_codes(x_at, w_at, columns, step, K, EVEN_K)
+        x, w = load_codes(x_at, w_at, (token_ids < M)[None, :], columns, step, K, EVEN_K)
         if KIND == "fp8_as_fp16":
             x = e4m3_to_float16(x)
             w = e4m3_to_float16(w)

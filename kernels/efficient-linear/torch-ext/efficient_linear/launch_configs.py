@@ -34,6 +34,11 @@ SIXTEEN_BIT_INPUT = {
 # rows have no registers.
 WIDE_64 = Tile(256, 64, 8, 3, 1)
 WIDE_ROWS = 2048
+# Up to 8 tokens where matrix instructions then take both operands from registers (weight_only._has_small_tiles), which
+# waits for no other warp, with fewer registers and half the shared memory. MOST_SMALL: tokens it is used for; 0: never,
+# until it is measured.
+SMALL = Tile(64, 8, 4, 4, 6)
+MOST_SMALL = 0
 # float32 has no exact matrix instruction: plain multiply-adds, small tiles, for comparison rather than for speed
 FLOAT32_INPUT = {64: Tile(32, 16, 4, 2, 4), 256: Tile(32, 32, 4, 2)}
 
@@ -57,9 +62,11 @@ DEQUANTIZE_ABOVE = 256
 FEWEST_STEPS_PER_SPLIT = 4  # of 128 columns: shorter splits spend their time filling the pipeline
 
 
-def choose_tile(tokens: int, float32: bool, bits: int = 4, rows: int = 0) -> Tile:
+def choose_tile(tokens: int, float32: bool, bits: int = 4, rows: int = 0, small: bool = False) -> Tile:
     """The tile for 1 .. DEQUANTIZE_ABOVE tokens; more take that of as many. rows: of a weight whose kernel may take
-    `WIDE_64`, else 0."""
+    `WIDE_64`, else 0. small: whether it may take `SMALL`."""
+    if small and tokens <= MOST_SMALL and not float32:
+        return SMALL
     if rows >= WIDE_ROWS and 32 < tokens <= 64 and bits in (4, 8) and not float32:
         return WIDE_64
     table = FLOAT32_INPUT if float32 else SIXTEEN_BIT_INPUT

@@ -12,7 +12,7 @@ import triton.language as tl
 from .codebook_fragments import permute_bytes
 from .fragments import halves, in_both_halves, join_planes, multiply_add, rows_of_lanes, zero_point_word
 from .split_k import arrive, sum_of_parts
-from .weight_only_kernels import add_bias_and_store, load_byte, load_scale
+from .weight_only_kernels import add_bias_and_store, load_byte, to_float32
 
 
 # For each column of a group: the bytes of the stored numbers (0 and 1 of the first, 2 and 3 of the second, 4 is a zero)
@@ -145,7 +145,7 @@ def sparse24_kernel(
             if FOUR_BITS:
                 group = tl.minimum(column, K - 1) // GROUP if GROUP > 0 else 0
                 if GROUP > 0:
-                    scale = load_scale(scale_rows + group * stride_sg)
+                    scale = to_float32(tl.load(scale_rows + group * stride_sg))
                 if ASYMMETRIC:
                     upper = zero_point_word(load_byte(zero_upper + group * stride_zg, PTX), magic, 4, DTYPE)
                     lower = zero_point_word(load_byte(zero_lower + group * stride_zg, PTX), magic, 4, DTYPE)
@@ -169,7 +169,7 @@ def sparse24_kernel(
             else:
                 result = tl.dot(weight, x, result, input_precision="ieee")
     if FOUR_BITS and GROUP == 0:
-        result = result * load_scale(scale_rows)[:, None]
+        result = result * to_float32(tl.load(scale_rows))[:, None]
     if SPLIT:
         inside = (row_ids < N)[:, None] & (token_ids < M)[None, :]
         partial_at = partial_ptr + token_ids.to(tl.int64)[None, :] * N + row_ids[:, None]

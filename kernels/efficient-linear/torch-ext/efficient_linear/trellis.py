@@ -158,22 +158,23 @@ def trellis_kernel(
 
 @triton.jit
 def dequantize_trellis_kernel(
-    packed_ptr, places_ptr, scale_ptr, column_ptr, out_ptr, N, K, stride_packed, HALF_BITS: tl.constexpr,
-    PTX: tl.constexpr,
+    packed_ptr, places_ptr, scale_ptr, out_ptr, N, K, stride_packed, HALF_BITS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Grid (bands, blocks of 64 columns)."""
-    band = tl.program_id(0) + tl.arange(0, 1)
+    """Grid (blocks of 64 columns, bands)."""
+    band = tl.program_id(1) + tl.arange(0, 1)
     row = tl.arange(0, 32)
     at, next_at, shift = places_of_words(packed_ptr, places_ptr, band, (row * HALF_BITS // 2)[None, :], stride_packed)
-    place = tl.program_id(1) * 64 + tl.arange(0, 64)
+    place = tl.program_id(0) * 64 + tl.arange(0, 64)
     at, next_at, shift = tl.reshape(at, (32, 1)), tl.reshape(next_at, (32, 1)), tl.reshape(shift, (32, 1))
     first, second = tl.load(at + place[None, :]), tl.load(next_at + place[None, :])
     bits = window(first, second, tl.broadcast_to(shift, (32, 64)), PTX)
-    rows, columns = tl.program_id(0) * 32 + row, tl.load(column_ptr + place)
+    rows = tl.program_id(1) * 32 + row
     scale = tl.load(scale_ptr + tl.minimum(rows, N - 1)).to(tl.float32)
-    weight = values(bits & 0x3FFF, tl.float32, PTX) * scale[:, None]
-    out_at = out_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]
-    tl.store(out_at, weight.to(out_ptr.dtype.element_ty), mask=(rows < N)[:, None] & (columns < K)[None, :])
+    weight = (values(bits & 0x3FFF, tl.float32, PTX) * scale[:, None]).to(out_ptr.dtype.element_ty)
+    # from the order of `columns_of_places` to that of the weight
+    weight = tl.reshape(tl.permute(tl.reshape(weight, (32, 4, 4, 2, 2)), (0, 1, 3, 2, 4)), (32, 64))
+    out_at = out_ptr + rows.to(tl.int64)[:, None] * K + place[None, :]
+    tl.store(out_at, weight, mask=(rows < N)[:, None] & (place < K)[None, :])
 
 
 def dequantize_trellis_reference(packed, places, scale, *, bits, in_features) -> torch.Tensor:
@@ -217,11 +218,10 @@ def dequantize_trellis(packed, places, scale, *, bits, in_features, dtype=None) 
 
 def _dequantize(packed, places, scale, dtype, *, bits, in_features):
     out = torch.empty(len(scale), in_features, dtype=dtype, device=packed.device)
-    columns = columns_of_places(packed.shape[1], packed.device).int()
     with _on(packed.device):
-        dequantize_trellis_kernel[(len(places), packed.shape[1] // COLUMNS)](
-            packed, places, scale, columns, out, len(scale), in_features, packed.stride(0), HALF_BITS=int(2 * bits),
-            PTX=PTX, num_warps=4,
+        dequantize_trellis_kernel[(packed.shape[1] // COLUMNS, len(places))](
+            packed, places, scale, out, len(scale), in_features, packed.stride(0), HALF_BITS=int(2 * bits), PTX=PTX,
+            num_warps=4,
         )  # fmt: skip
     return out
 

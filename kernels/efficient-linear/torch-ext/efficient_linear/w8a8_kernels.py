@@ -76,14 +76,16 @@ def finish(
 
 
 @triton.jit
-def load_codes(x_at, w_at, columns, step, K, EVEN_K: tl.constexpr):
-    """The STEP columns of x [STEP, BLOCK_M] and of the weight [BLOCK_N, STEP] from step * STEP on, zeros from K on."""
+def load_codes(x_at, w_at, present, columns, step, K, EVEN_K: tl.constexpr):
+    """The STEP columns of x [STEP, BLOCK_M] and of the weight [BLOCK_N, STEP] from step * STEP on, zeros from K on.
+    Of up to 16, tokens that are not present are not read (see weight_only_kernels.accumulate)."""
+    FEW: tl.constexpr = x_at.shape[1] <= 16
+    left = columns < K - step * STEP
     if EVEN_K:
-        x = tl.load(x_at + step * STEP)
+        x = tl.load(x_at + step * STEP, mask=present, other=0.0) if FEW else tl.load(x_at + step * STEP)
         w = tl.load(w_at + step * STEP)
     else:
-        left = columns < K - step * STEP
-        x = tl.load(x_at + step * STEP, mask=left[:, None], other=0.0)
+        x = tl.load(x_at + step * STEP, mask=left[:, None] & present if FEW else left[:, None], other=0.0)
         w = tl.load(w_at + step * STEP, mask=left[None, :], other=0.0)
     return x, w
 
@@ -117,6 +119,7 @@ def w8a8_kernel(
 
     rows = tl.minimum(row_block * BLOCK_N + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
     tokens = tl.minimum(token_block * BLOCK_M + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
+    present = (token_block * BLOCK_M + tl.arange(0, BLOCK_M) < M)[None, :]
     columns = tl.arange(0, STEP)
     x_at = x_ptr + (tokens * stride_x)[None, :] + columns[:, None]
     w_at = w_ptr + (rows * stride_w)[:, None] + columns[None, :]
@@ -134,7 +137,7 @@ def w8a8_kernel(
             x = x_tiles.load([token_block * BLOCK_M, step * STEP]).T
             w = w_tiles.load([row_block * BLOCK_N, step * STEP])
         else:
-            x, w = load_codes(x_at, w_at, columns, step, K, EVEN_K)
+            x, w = load_codes(x_at, w_at, present, columns, step, K, EVEN_K)
         if KIND == "fp8_as_fp16":
             x = e4m3_to_float16(x)
             w = e4m3_to_float16(w)

@@ -6,12 +6,13 @@ import torch
 import triton
 
 from .codebook_fragments import GATHER, PERMUTE
+from .dequantize_kernels import dequantize_kernel
 from .fragments import MAGIC_BFLOAT16, MAGIC_FLOAT16
 from .frozen_weight import FrozenWeightProduct, needs_gradient
 from .launch_configs import DEQUANTIZE_ABOVE, choose_tile, stages
 from .packing import COLUMNS, check_layout, check_packed, number_of_groups, step_columns
 from .split_k import split
-from .weight_only_kernels import dequantize_kernel, few_tokens_kernel, many_tokens_kernel
+from .weight_only_kernels import few_tokens_kernel, many_tokens_kernel
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -19,16 +20,22 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PTX = torch.version.hip is None and not INTERPRETED  # kernels may use instructions of NVIDIA GPUs
 
 
-def quads(device: torch.device) -> bool:
+def quads(device: torch.device, block_m: int = 16) -> bool:
     """Whether the compiler gives a lane four neighbouring columns of a weight that is joined from parts, not two.
 
-    It does so where matrix instructions take both operands from registers (compute capabilities 8.x and 12.x)."""
-    return PTX and torch.cuda.get_device_capability(device)[0] in (8, 12)
+    It does so where matrix instructions take both operands from registers: on compute capabilities 8.x and 12.x, and on
+    9.x for tiles of 8 tokens."""
+    return PTX and torch.cuda.get_device_capability(device)[0] in ((8, 9, 12) if block_m < 16 else (8, 12))
 
 
 def _has_wide_tiles(device: torch.device) -> bool:
-    """Whether `launch_configs.WIDE_64` fits the registers: compiled for 8.6, 8.9 and 12.0 it spills."""
-    return INTERPRETED or (PTX and torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0)))
+    """Whether `launch_configs.WIDE_64` fits the registers: compiled for 8.x and 12.0 it spills."""
+    return INTERPRETED or (PTX and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0)))
+
+
+def _has_small_tiles(device: torch.device) -> bool:
+    """Whether matrix instructions of 8 tokens (`launch_configs.SMALL`) take both operands from registers."""
+    return INTERPRETED or quads(device, 8)
 
 
 def _check_device(packed: torch.Tensor) -> None:
@@ -112,10 +119,10 @@ def _dequantize(packed, scale, zero_point, codebook, dtype, *, bits, group_size,
     out = torch.empty(packed.shape[0], in_features, dtype=dtype, device=packed.device)
     block_n = 64
     with _on(packed.device):
-        dequantize_kernel[(triton.cdiv(packed.shape[0], block_n), triton.cdiv(in_features, step_columns(bits)))](
+        dequantize_kernel[(triton.cdiv(in_features, step_columns(bits)), triton.cdiv(packed.shape[0], block_n))](
             packed, scale, zero_point, codebook, out, packed.shape[0], in_features, *_scale_strides(scale),
             *_scale_strides(zero_point), BITS=bits, GROUP=_kernel_group(group_size), ASYMMETRIC=zero_point is not None,
-            LOOKUP=_lookup(codebook, torch.float32), PER_ROW=codebook is not None and codebook.dim() == 2,
+            LOOKUP=_lookup(codebook, dtype), PER_ROW=codebook is not None and codebook.dim() == 2, PTX=PTX,
             BLOCK_N=block_n, num_warps=4,
         )  # fmt: skip
     return out
@@ -184,7 +191,7 @@ def _multiply(x, packed, scale, zero_point, bias, codebook=None, *, bits, group_
     if tokens == 0:
         return out
     rows = out_features if codebook is None and _has_wide_tiles(x.device) else 0
-    tile = choose_tile(tokens, x.dtype == torch.float32, bits, rows)
+    tile = choose_tile(tokens, x.dtype == torch.float32, bits, rows, _has_small_tiles(x.device))
     row_blocks, token_blocks = triton.cdiv(out_features, tile.block_n), triton.cdiv(tokens, tile.block_m)
     tensors = (x, packed, scale, zero_point, codebook, bias, out)
     sizes = (tokens, out_features, in_features, x.stride(0), *_scale_strides(scale), *_scale_strides(zero_point))
@@ -192,6 +199,7 @@ def _multiply(x, packed, scale, zero_point, bias, codebook=None, *, bits, group_
         HAS_BIAS=bias is not None,
         LOOKUP=_lookup(codebook, x.dtype),
         PER_ROW=codebook is not None and codebook.dim() == 2,
+        TWO_TILES=tile.block_n > 16 * tile.num_warps,
         **_options(tile, x, bits, group_size, in_features, zero_point),
     )
     with _on(x.device):
@@ -211,9 +219,9 @@ def _options(tile, x, bits, group_size, in_features, zero_point) -> dict:
     """The arguments by keyword of every kernel that multiplies."""
     return dict(
         magic=MAGIC_FLOAT16 if x.dtype == torch.float16 else MAGIC_BFLOAT16, BITS=bits, GROUP=_kernel_group(group_size),
-        ASYMMETRIC=zero_point is not None, EVEN_K=in_features % COLUMNS == 0, PTX=PTX, QUADS=quads(x.device),
-        BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, UPCAST=INTERPRETED and x.dtype == torch.bfloat16,
-        num_warps=tile.num_warps, num_stages=stages(tile, bits),
+        ASYMMETRIC=zero_point is not None, EVEN_K=in_features % COLUMNS == 0, PTX=PTX,
+        QUADS=quads(x.device, tile.block_m), BLOCK_N=tile.block_n, BLOCK_M=tile.block_m,
+        UPCAST=INTERPRETED and x.dtype == torch.bfloat16, num_warps=tile.num_warps, num_stages=stages(tile, bits),
     )  # fmt: skip
 
 

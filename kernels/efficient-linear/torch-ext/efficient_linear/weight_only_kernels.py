@@ -37,23 +37,37 @@ def load_byte(at, PTX: tl.constexpr):
 
 
 @triton.jit
-def load_zero(at, offset, magic, BITS: tl.constexpr, ASYMMETRIC: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """The `zero_point_word` of the zero points that lie `offset` behind the pointers `at`."""
+def load_zero(at, offset, ASYMMETRIC: tl.constexpr, PTX: tl.constexpr):
+    """The zero points that lie `offset` behind the pointers `at`. They become `zero_point_word` where they are used: a
+    conversion before the loop's end would wait there for the load."""
     if ASYMMETRIC:
-        return zero_point_word(load_byte(at + offset, PTX), magic, BITS, DTYPE)
+        return load_byte(at + offset, PTX)
     else:
         return 0
 
 
 @triton.jit
-def load_scale(at):
-    """The scale at each pointer in float32. The compiler converts bfloat16 by inline assembly, which it repeats for
-    every use of a number; a shift it does once."""
-    scale = tl.load(at)
+def to_float32(scale):
+    """A scale in float32, where it is used (see `load_zero`). The compiler converts bfloat16 by inline assembly, which
+    it repeats for every use of a number; a shift it does once."""
     if scale.dtype == tl.bfloat16:
         return (scale.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         return scale.to(tl.float32)
+
+
+@triton.jit
+def load_scales(upper, lower, at):
+    """The scales of all rows of a program, `at` behind the pointers to those of the upper half of the rows and of the
+    lower one (None: the first are of all rows): float of any kind [BLOCK_N].
+
+    The compiler loads a tensor in the layout of the sums only if it has fewer numbers than there are threads; a larger
+    one goes through shared memory, behind barriers."""
+    if lower is None:
+        return tl.load(upper + at)
+    else:
+        both = tl.join(tl.load(upper + at), tl.load(lower + at))
+        return tl.reshape(tl.permute(both, (1, 0)), (upper.shape[0] * 2,))
 
 
 @triton.jit
@@ -62,11 +76,12 @@ def accumulate(
     stride_sn, stride_sg, stride_zn, stride_zg, magic, BITS: tl.constexpr, GROUP: tl.constexpr,
     ASYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, UPCAST: tl.constexpr,
     codebook_ptr=None, LOOKUP: tl.constexpr = 0, PER_ROW: tl.constexpr = False, PTX: tl.constexpr = False,
-    QUADS: tl.constexpr = False,
+    QUADS: tl.constexpr = False, TWO_TILES: tl.constexpr = False,
 ):  # fmt: skip
     """Sum over the steps (packing.step_columns) first_step .. last_step - 1: float32 [BLOCK_N, BLOCK_M]. GROUP 0 = one
     group a row. EVEN_K: 128 divides K. LOOKUP > 0: codes are of a codebook (codebook_fragments.py) with one table,
-    [2^BITS], or with one for every row (PER_ROW), [N, 2^BITS]."""
+    [2^BITS], or with one for every row (PER_ROW), [N, 2^BITS]. TWO_TILES: a warp has two tiles
+    of 16 rows."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     COLUMNS: tl.constexpr = 256 if BITS == 3 else 128  # packing.step_columns
     BLOCKS: tl.constexpr = COLUMNS * BITS // 256
@@ -78,22 +93,29 @@ def accumulate(
     tiles = (N + 15) // 16
     steps = (K + COLUMNS - 1) // COLUMNS
     words_in_tile = steps * (BLOCKS * 128)
-    rows = tl.minimum(row_block * BLOCK_N + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
     lane_rows = row_block * BLOCK_N + rows_of_lanes(T)
-    tokens = tl.minimum(token_block * BLOCK_M + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
+    tokens = token_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Of up to 16, tokens that there are not are not read: reading the last one for all of them, every program would
+    # want the same few bytes at the same time from one place of the L2 cache. Larger tiles have no registers for it.
+    present = (tokens < M)[None, :]
+    tokens = tl.minimum(tokens, M - 1).to(tl.int64)
     columns = columns_of(PART, QUADS)
     x_at = x_ptr + (tokens * stride_x)[None, :] + columns[:, None]
     last_group = (K - 1) // GROUP if GROUP > 0 else 0
 
     group = first_step * COLUMNS // GROUP if GROUP > 0 else 0
-    scale_rows = scale_ptr + rows * stride_sn
+    ROWS: tl.constexpr = BLOCK_N // 2 if TWO_TILES else BLOCK_N  # at once
+    rows = row_block * BLOCK_N + tl.arange(0, ROWS)
+    scale_upper, scale_lower = scale_ptr + tl.minimum(rows, N - 1).to(tl.int64) * stride_sn, None
+    if BLOCK_N > ROWS:
+        scale_lower = scale_ptr + tl.minimum(rows + ROWS, N - 1).to(tl.int64) * stride_sn
     zero_upper, zero_lower = 0, 0
     if ASYMMETRIC:
         zero_upper = zero_ptr + tl.minimum(lane_rows, N - 1).to(tl.int64) * stride_zn
         zero_lower = zero_ptr + tl.minimum(lane_rows + 8, N - 1).to(tl.int64) * stride_zn
-    scale = load_scale(scale_rows + group * stride_sg)
-    upper = load_zero(zero_upper, group * stride_zg, magic, BITS, ASYMMETRIC, DTYPE, PTX)
-    lower = load_zero(zero_lower, group * stride_zg, magic, BITS, ASYMMETRIC, DTYPE, PTX)
+    scale = load_scales(scale_upper, scale_lower, group * stride_sg)
+    upper = load_zero(zero_upper, group * stride_zg, ASYMMETRIC, PTX)
+    lower = load_zero(zero_lower, group * stride_zg, ASYMMETRIC, PTX)
     codebook_at, tables = 0, 0
     if LOOKUP > 0:
         codebook_at, tables = load_codebook(codebook_ptr, lane_rows, N, BITS, LOOKUP, PER_ROW, DTYPE)
@@ -102,13 +124,16 @@ def accumulate(
         words = load_step(packed_ptr, row_block * T, tiles, words_in_tile, step, T, BLOCKS)
         for part in tl.static_range(PARTS):
             column = step * COLUMNS + part * PART
+            left = (columns < K - column)[:, None]
             if EVEN_K and COLUMNS == 128:
-                x = tl.load(x_at + column)
+                x = tl.load(x_at + column, mask=present, other=0.0) if BLOCK_M <= 16 else tl.load(x_at + column)
             else:
-                x = tl.load(x_at + column, mask=(columns < K - column)[:, None], other=0.0)
+                x = tl.load(x_at + column, mask=left & present if BLOCK_M <= 16 else left, other=0.0)
             zero = 0
             if ASYMMETRIC:
-                zero = words_from_rows(upper, lower)
+                zero = words_from_rows(
+                    zero_point_word(upper, magic, BITS, DTYPE), zero_point_word(lower, magic, BITS, DTYPE)
+                )
             weight = unpack(
                 words, zero, magic, codebook_at, tables, part * (PART // 16), PART // 16, BITS, ASYMMETRIC, LOOKUP,
                 DTYPE, PTX, UPCAST, QUADS,
@@ -118,25 +143,25 @@ def accumulate(
                 x = x.to(tl.float32)
             if GROUP > 0:
                 # the scale and zero point of the next part are loaded before they are needed
-                scale_at, offset = scale_rows + group * stride_sg, group * stride_zg
+                at, offset = group * stride_sg, group * stride_zg
                 if GROUP == PART and EVEN_K and COLUMNS == 128 and part + 1 < PARTS:  # beside the first of the step
-                    scale_at += (part + 1) * stride_sg
+                    at += (part + 1) * stride_sg
                     offset += (part + 1) * stride_zg
                 else:
                     following = step * PARTS + part + 1 if GROUP == PART else (column + PART) // GROUP
                     group = tl.minimum(following, last_group)
-                    scale_at, offset = scale_rows + group * stride_sg, group * stride_zg
-                next_scale = load_scale(scale_at)
-                next_upper = load_zero(zero_upper, offset, magic, BITS, ASYMMETRIC, DTYPE, PTX)
-                next_lower = load_zero(zero_lower, offset, magic, BITS, ASYMMETRIC, DTYPE, PTX)
-                result += tl.dot(weight, x, input_precision="ieee") * scale[:, None]
+                    at, offset = group * stride_sg, group * stride_zg
+                next_scale = load_scales(scale_upper, scale_lower, at)
+                next_upper = load_zero(zero_upper, offset, ASYMMETRIC, PTX)
+                next_lower = load_zero(zero_lower, offset, ASYMMETRIC, PTX)
+                result += tl.dot(weight, x, input_precision="ieee") * to_float32(scale)[:, None]
                 scale = next_scale
                 upper = next_upper
                 lower = next_lower
             else:
                 result = tl.dot(weight, x, result, input_precision="ieee")
     if GROUP == 0:
-        result = result * scale[:, None]
+        result = result * to_float32(scale)[:, None]
     return result
 
 
@@ -156,7 +181,7 @@ def few_tokens_kernel(
     stride_x, stride_sn, stride_sg, stride_zn, stride_zg, steps_per_split, magic, BITS: tl.constexpr,
     GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, LOOKUP: tl.constexpr,
     PER_ROW: tl.constexpr, PTX: tl.constexpr, QUADS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, UPCAST: tl.constexpr, TWO_TILES: tl.constexpr,
 ):  # fmt: skip
     """Grid (row blocks, token blocks, splits of K). With SPLIT every program stores its sum in partial float32
     [splits, M, N]; whoever arrives last at arrivals int32 [row blocks * token blocks] (0 before and after) adds the
@@ -166,7 +191,7 @@ def few_tokens_kernel(
     result = accumulate(
         x_ptr, packed_ptr, scale_ptr, zero_ptr, row_block, token_block, first_step, first_step + steps_per_split, M, N,
         K, stride_x, stride_sn, stride_sg, stride_zn, stride_zg, magic, BITS, GROUP, ASYMMETRIC, EVEN_K, BLOCK_N,
-        BLOCK_M, UPCAST, codebook_ptr, LOOKUP, PER_ROW, PTX, QUADS,
+        BLOCK_M, UPCAST, codebook_ptr, LOOKUP, PER_ROW, PTX, QUADS, TWO_TILES,
     )  # fmt: skip
     rows = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = token_block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -187,7 +212,7 @@ def many_tokens_kernel(
     x_ptr, packed_ptr, scale_ptr, zero_ptr, codebook_ptr, bias_ptr, out_ptr, M, N, K, stride_x, stride_sn, stride_sg,
     stride_zn, stride_zg, magic, BITS: tl.constexpr, GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, LOOKUP: tl.constexpr, PER_ROW: tl.constexpr, PTX: tl.constexpr,
-    QUADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, UPCAST: tl.constexpr,
+    QUADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, UPCAST: tl.constexpr, TWO_TILES: tl.constexpr,
 ):  # fmt: skip
     """Grid (token blocks, row blocks): token blocks of one row block are neighbours in time, so that its packed
     weights are read from memory once and then found in the L2 cache."""
@@ -222,40 +247,8 @@ def many_tokens_kernel(
         PER_ROW,
         PTX,
         QUADS,
+        TWO_TILES,
     )
     rows = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = token_block * BLOCK_M + tl.arange(0, BLOCK_M)
     add_bias_and_store(out_ptr, bias_ptr, result, rows, tokens, M, N, HAS_BIAS)
-
-
-@triton.jit
-def dequantize_kernel(
-    packed_ptr, scale_ptr, zero_ptr, codebook_ptr, out_ptr, N, K, stride_sn, stride_sg, stride_zn, stride_zg,
-    BITS: tl.constexpr, GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr, LOOKUP: tl.constexpr, PER_ROW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Grid (row blocks, steps): out [N, K] = (code - zero point) * scale or entry * scale, computed in float32 and
-    rounded once; entries, read from memory, are first rounded to the dtype of out."""
-    COLUMNS: tl.constexpr = 256 if BITS == 3 else 128  # packing.step_columns
-    BLOCKS: tl.constexpr = COLUMNS * BITS // 256
-    T: tl.constexpr = BLOCK_N // 16
-    first_tile, step = tl.program_id(0) * T, tl.program_id(1)
-    words_in_tile = tl.num_programs(1) * (BLOCKS * 128)
-    words = load_step(packed_ptr, first_tile, (N + 15) // 16, words_in_tile, step, T, BLOCKS)
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty if LOOKUP > 0 else tl.float32
-    codebook_at, tables = 0, 0
-    if LOOKUP > 0:
-        lane_rows = tl.program_id(0) * BLOCK_N + rows_of_lanes(T)
-        codebook_at, tables = load_codebook(codebook_ptr, lane_rows, N, BITS, LOOKUP, PER_ROW, DTYPE)
-    rows = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
-    for part in tl.static_range(COLUMNS // 128):
-        numbers = unpack(words, 0, 0, codebook_at, tables, part * 8, 8, BITS, False, LOOKUP, DTYPE, False, False, False)
-        numbers = numbers.to(tl.float32)
-        columns = (step * COLUMNS + part * 128 + tl.arange(0, 128))[None, :]
-        groups = columns // GROUP if GROUP > 0 else columns * 0
-        inside = (rows < N) & (columns < K)
-        scale = tl.load(scale_ptr + rows * stride_sn + groups * stride_sg, mask=inside, other=0.0).to(tl.float32)
-        if ASYMMETRIC:
-            zero = tl.load(zero_ptr + rows * stride_zn + groups * stride_zg, mask=inside, other=0).to(tl.float32)
-            numbers += (1 << (BITS - 1)) - zero
-        tl.store(out_ptr + rows * K + columns, (numbers * scale).to(out_ptr.dtype.element_ty), mask=inside)
