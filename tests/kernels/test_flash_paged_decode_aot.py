@@ -45,9 +45,11 @@ def build(target, name, dim, page_size, value_dim=None, rows=4, dtype="bf16", op
         }
         constexprs |= {"BITS": bits, "IS_FLOAT": name == "fp8", "TOKENS": 1, "CHANNEL_GROUPS": 1, "RING": 0}
         constexprs["PTX"], block_dv = backend == "nvidia", sizes[1] * 8 // bits
+        constexprs |= {"AHEAD": codes.ahead, "EARLY": codes.early, "MOVE": codes.move and dtype != "fp32"}
         registers = codes.registers
     real_rows = min(tile.block_m, 1 << (rows - 1).bit_length())
-    constexprs |= {"BLOCK_M": tile.block_m, "ROWS": real_rows, "STEP": decode.parts_at_once(real_rows, block_dv)}
+    step = decode.parts_at_once(real_rows, block_dv, (tile if name is None else codes).programs_per_processor)
+    constexprs |= {"BLOCK_M": tile.block_m, "ROWS": real_rows, "STEP": step}
     constexprs |= {"HAS_LEFT": options, "HAS_RIGHT": True, "SOFTCAP": options}
     pointers = dict.fromkeys(("q", "out"), f"*{dtype}") | dict.fromkeys(("partial", "statistics"), "*fp32")
     pointers |= dict.fromkeys(("arrivals", "cache_seqlens", "block_table"), "*i32")

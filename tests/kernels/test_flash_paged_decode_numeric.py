@@ -141,12 +141,24 @@ def test_groups_of_whole_warps(kernel_device, name, block_size, group):
     check_case(*case(kernel_device, name, (290, 1, -1, 96, 0, 130), 1, 8, 2, 64, block_size, **layout))
 
 
+@pytest.mark.parametrize("name, block_size", [("int8", 64), ("fp8", 16), ("int4", 64), ("int2", 32)])
+@pytest.mark.parametrize("warps, ahead, move", [(1, 0, True), (2, 1, True), (1, 2, False), (2, 3, True)])
+@pytest.mark.usefixtures("two_processors")
+def test_ways_to_load(kernel_device, monkeypatch, name, block_size, warps, ahead, move):
+    """What is loaded ahead, and how weights change lanes, changes nothing."""
+    tile = config.CodesConfig(8, warps, 16 if block_size == 16 else 32, 255, ahead, move, ahead > 1)
+    monkeypatch.setattr(decode, "codes_config", lambda *arguments: tile)
+    groups = {"group": 32, "ring": 64} if name in ("int4", "int2") else {}
+    check_case(*case(kernel_device, name, (150, 1, -1, 96), 1, 8, 2, 64, block_size, dtype=torch.float16, **groups))
+
+
 @triton.jit
 def operands_kernel(
     codes, of_keys, of_values, magic, DTYPE: tl.constexpr, IS_FLOAT: tl.constexpr, BITS: tl.constexpr,
-    BYTES: tl.constexpr, KEYS: tl.constexpr, PTX: tl.constexpr,
+    BYTES: tl.constexpr, KEYS: tl.constexpr, PTX: tl.constexpr, MOVE: tl.constexpr,
 ):  # fmt: skip
-    """codes [2 KEYS, BYTES], as words -> what both operands hold, [2 KEYS, channels] each."""
+    """codes [2 KEYS, BYTES], as words -> what both operands hold, [2 KEYS, channels] each. Values have no offset: their
+    sums run over all keys, and tensor cores cut off what they add to them."""
     CHANNELS: tl.constexpr = BYTES * 8 // BITS
     number = (tl.arange(0, 2) * KEYS)[:, None] + tl.arange(0, KEYS)[None, :]
     index = tl.arange(0, CHANNELS)
@@ -157,28 +169,30 @@ def operands_kernel(
     factor = code_operands.factor_of(index, BYTES, BITS, IS_FLOAT, DTYPE)
     channel = code_operands.channel_of_column(index, BYTES, BYTES, 0)
     tl.store(of_keys + number[:, :, None] * CHANNELS + channel[None, None, :], (keys - offset) * factor[None, None, :])
-    first, key, word = code_operands.value_words(2, KEYS, BYTES)
+    first, key, word = code_operands.value_words(2, KEYS, BYTES, MOVE)
     even = tl.load(codes + (first + key) * (BYTES // 4) + word)
     odd = tl.load(codes + (first + key + 1) * (BYTES // 4) + word)
     values = code_operands.value_operand(even, odd, magic, 2, KEYS, BYTES, BITS, IS_FLOAT, DTYPE, PTX).to(tl.float32)
     channel = code_operands.channel_of_row(index, BYTES, BYTES, 0)
-    tl.store(
-        of_values + number[:, None, :] * CHANNELS + channel[None, :, None], (values - offset) * factor[None, :, None]
-    )
+    names = tl.broadcast_to(tl.arange(0, KEYS)[None, :, None], (2, KEYS, 8)).to(DTYPE)
+    names = code_operands.operand_of_weights(names, 2, KEYS, 8, MOVE, PTX).to(tl.int32)
+    number = (tl.arange(0, 2) * KEYS)[:, None] + tl.max(names, 2)  # as the weights of keys are ordered
+    tl.store(of_values + number[:, None, :] * CHANNELS + channel[None, :, None], values * factor[None, :, None])
 
 
 @pytest.mark.parametrize("is_float, bits", [(False, 8), (True, 8), (False, 4), (False, 2)])
-@pytest.mark.parametrize("dtype, keys", [(tl.float16, 16), (tl.float32, 32)], ids=str)
-def test_every_byte_becomes_its_numbers(kernel_device, is_float, bits, dtype, keys):
+@pytest.mark.parametrize(
+    "dtype, keys, move", [(tl.float16, 16, False), (tl.float16, 32, True), (tl.float32, 32, False)], ids=str
+)
+def test_every_byte_becomes_its_numbers(kernel_device, is_float, bits, dtype, keys, move):
     """And stands where its key and channel are expected."""
     size = 32 if bits == 2 else 64
     codes = torch.arange(2 * keys * size, device=kernel_device).mul(37).to(torch.uint8).view(2 * keys, size)
     assert len(codes.unique()) == 256
     results = [torch.full((2 * keys, size * 8 // bits), float("nan"), device=kernel_device) for _ in range(2)]
     ptx = kernel_device == "cuda" and torch.version.hip is None
-    operands_kernel[(1,)](
-        codes.view(torch.int32), *results, code_operands.MAGIC, dtype, is_float, bits, size, keys, ptx, num_warps=2
-    )
+    arguments = (codes.view(torch.int32), *results, code_operands.MAGIC, dtype, is_float, bits, size, keys, ptx, move)
+    operands_kernel[(1,)](*arguments, num_warps=2)
     if bits == 8:
         expected = codes.view(torch.float8_e4m3fn if is_float else torch.int8).float()
     else:

@@ -8,8 +8,10 @@ names. The queries are loaded in the same order, and the result knows the channe
 
 Codes become float16 numbers by bits: a code in the low bits of 1024 is 1024 + code, or 1024 + 2**s * code where it lies
 s bits higher, and E4M3 bits shifted by one are a number that is 2**8 too small. The products are corrected instead
-(`offset_of`, `factor_of`), so that two numbers take one instruction, or two with the one that brings bytes together.
-With float32 queries the numbers are the codes themselves.
+(`offset_of` of keys, `factor_of`), so that two numbers take one instruction, or two with the one that brings bytes
+together. From values the offset is subtracted: their sums run over all keys, and matrix instructions cut off what they
+add to an accumulator, which a large sum of offsets would make a bias. With float32 queries the numbers are the codes
+themselves.
 """
 
 import triton
@@ -23,10 +25,8 @@ MAGIC = 0x64006400  # 1024 in both halves of a word. A run-time argument of kern
 
 @triton.constexpr_function
 def offset_of(BITS, IS_FLOAT, DTYPE):
-    """What the numbers of operands exceed codes (times 2**s) by."""
-    if IS_FLOAT or DTYPE == tl.float32:
-        return 0.0
-    return 1152.0 if BITS == 8 else 1024.0
+    """What the numbers of key operands exceed codes (times 2**s) by."""
+    return 0.0 if BITS < 8 or IS_FLOAT or DTYPE == tl.float32 else 1152.0
 
 
 @triton.jit
@@ -54,9 +54,23 @@ def permute_bytes(a, b, SELECTOR: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def _e4m3(pairs):
+def subtract_halves(a, b, PTX: tl.constexpr):
+    """a - b of the two float16 numbers in words a, and in b, as words: one instruction."""
+    if PTX:
+        return tl.inline_asm_elementwise("sub.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
+    else:
+        b = a * 0 + b
+        low = a.to(tl.int16).to(tl.float16, bitcast=True) - b.to(tl.int16).to(tl.float16, bitcast=True)
+        high = (a >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        high -= (b >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        low, high = low.to(tl.int16, bitcast=True).to(tl.int32), high.to(tl.int16, bitcast=True).to(tl.int32)
+        return (low & 0xFFFF) | (high << 16)
+
+
+@triton.jit
+def _e4m3(pairs, magic):
     """E4M3 bits in the upper byte of each half -> the bits of float16 numbers."""
-    return (pairs & -0x7FFF8000) | ((pairs >> 1) & 0x3F803F80)
+    return (pairs & -0x7FFF8000) | ((pairs >> 1) & (magic - 0x24802480))
 
 
 @triton.jit
@@ -80,8 +94,8 @@ def _key_field(
 ):  # fmt: skip
     """Field FIELD of each byte: [R, C, 2, 2], the first two bytes at [..., 0]."""
     if IS_FLOAT:
-        low = _e4m3(permute_bytes(words, words, 0x1100, PTX))
-        high = _e4m3(permute_bytes(words, words, 0x3322, PTX))
+        low = _e4m3(permute_bytes(words, words, 0x1100, PTX), magic)
+        high = _e4m3(permute_bytes(words, words, 0x3322, PTX), magic)
     else:
         ones = magic | ((magic >> 8) & 0x00FF00FF)
         if BITS == 8:
@@ -89,6 +103,8 @@ def _key_field(
         MASK: tl.constexpr = (0x10001 * (((1 << BITS) - 1) << (FIELD * BITS))) - 0xFF0100
         low = permute_bytes(words, ones, 0x4140, PTX) & MASK
         high = permute_bytes(words, ones, 0x4342, PTX) & MASK
+        if BITS < 8 and DTYPE == tl.float16:
+            low, high = subtract_halves(low, magic, PTX), subtract_halves(high, magic, PTX)
     return tl.join(_numbers(low, FIELD, BITS, IS_FLOAT, DTYPE), _numbers(high, FIELD, BITS, IS_FLOAT, DTYPE))
 
 
@@ -117,14 +133,16 @@ def _value_byte(
     even, odd, magic, BYTE: tl.constexpr, FIELD: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr,
     DTYPE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Field FIELD of byte BYTE of two keys: [R, C, 2]."""
+    """Field FIELD of byte BYTE of two keys: [R, C, 2], without an offset."""
     pairs = permute_bytes(even, odd, 0x4400 + 0x1111 * BYTE, PTX)
     if IS_FLOAT:
-        word = _e4m3(pairs)
+        word = _e4m3(pairs, magic)
     elif BITS == 8:
         word = (pairs & 0x00FF00FF) ^ (magic ^ 0x00800080)
     else:
         word = (pairs & (0x10001 * (((1 << BITS) - 1) << (FIELD * BITS)))) | magic
+    if DTYPE == tl.float16 and not IS_FLOAT:
+        word = subtract_halves(word, (magic | 0x00800080) if BITS == 8 else magic, PTX)
     return _numbers(word, FIELD, BITS, IS_FLOAT, DTYPE)
 
 
@@ -176,8 +194,8 @@ def key_words(WARPS: tl.constexpr, KEYS: tl.constexpr, BYTES: tl.constexpr):
 
 
 @triton.jit
-def value_words(WARPS: tl.constexpr, KEYS: tl.constexpr, BYTES: tl.constexpr):
-    """As `key_words`, of every second key of the values."""
+def value_words(WARPS: tl.constexpr, KEYS: tl.constexpr, BYTES: tl.constexpr, MOVE: tl.constexpr):
+    """As `key_words`, of every second key of the values. MOVE: in the order of `operand_of_weights`."""
     VEC: tl.constexpr = min(4, BYTES // 32)
     REPS: tl.constexpr = BYTES // 32 // VEC
     row = tl.arange(0, KEYS // 8 * REPS * WARPS)[:, None]
@@ -185,7 +203,28 @@ def value_words(WARPS: tl.constexpr, KEYS: tl.constexpr, BYTES: tl.constexpr):
     lane = column // VEC
     word = row // WARPS % REPS * VEC + lane // 4 * (BYTES // 32) + column % VEC
     pair = row // (WARPS * REPS)
-    return row % WARPS * KEYS, pair // 2 * 16 + pair % 2 * 2 + lane % 4 * 4, word
+    if MOVE:
+        return row % WARPS * KEYS, pair // 2 * 16 + pair % 2 * 8 + lane % 4 * 2, word
+    else:
+        return row % WARPS * KEYS, pair // 2 * 16 + pair % 2 * 2 + lane % 4 * 4, word
+
+
+@triton.jit
+def operand_of_weights(
+    p, WARPS: tl.constexpr, KEYS: tl.constexpr, BLOCK_M: tl.constexpr, MOVE: tl.constexpr, PTX: tl.constexpr
+):
+    """Weights [WARPS, KEYS, BLOCK_M] as the right operand of the product with values. MOVE (float16 alone): in another
+    order of keys, in which the lanes of a warp exchange them by `movmatrix`, without shared memory and barriers."""
+    if MOVE:
+        p = tl.reshape(p, (WARPS, KEYS // 8, 8, BLOCK_M // 8, 8))
+        if PTX:  # tiles of 8 by 8 are transposed in registers, and then transposed back in name
+            p = tl.inline_asm_elementwise(
+                "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [p], tl.float16, is_pure=True, pack=2
+            )
+            p = tl.permute(p, (0, 1, 4, 3, 2))
+        p = tl.reshape(p, (WARPS, KEYS // 16, 2, 4, 2, BLOCK_M))
+        p = tl.reshape(tl.permute(p, (0, 1, 3, 2, 4, 5)), (WARPS, KEYS, BLOCK_M))
+    return p
 
 
 @triton.jit

@@ -147,12 +147,20 @@ def decode_config(dtype: torch.dtype, head_dim: int, rows: int, backend: str | N
 
 @dataclass(frozen=True)
 class CodesConfig:
-    """Of `decode_codes_kernel`: rows of the tile; warps, and keys of each; registers a thread, on NVIDIA's GPUs."""
+    """Of `decode_codes_kernel`: rows of the tile; warps, and keys of each; registers a thread, on NVIDIA's GPUs.
+
+    ahead: what is loaded into registers a tile before its use: 0 nothing, 1 keys, 2 everything, 3 all but the minimums
+    of key channels. Numbers of tokens always are, and page numbers a tile before them. move: weights change lanes
+    without shared memory, so that no barrier stands in the loop. early: loads of the next tile stand before all
+    computation, where ptxas would put them off, as that saves registers. (move and early: NVIDIA.)"""
 
     block_m: int
     warps: int = 4
     keys: int = 16
     registers: int = 255
+    ahead: int = 1
+    move: bool = False
+    early: bool = False
 
     @property
     def programs_per_processor(self) -> int:
@@ -171,7 +179,7 @@ def codes_config(head_dim: int, rows: int, tokens: int, backend: str | None = No
         return CodesConfig(8)
     if rows > 8:
         return CodesConfig(16)
-    return CodesConfig(8, 2, 32, 255) if tokens and tokens % 32 == 0 else CodesConfig(8, 2, 16, 168)
+    return CodesConfig(8, 2, 32, 255) if tokens and tokens % 32 == 0 else CodesConfig(8, 2, 16, 200)
 
 
 def processors(device: torch.device) -> int:

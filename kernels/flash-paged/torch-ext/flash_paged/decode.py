@@ -130,9 +130,11 @@ def few_beside_many(tokens: int, batch: int, max_seqlen_q: int, group: int) -> i
     return max(1, 16 // group) if group <= 64 and most_are_empty(tokens, batch, tiles, 128) else 0
 
 
-def parts_at_once(rows: int, columns: int) -> int:
-    """How many parts of a lane are added at once: as many as fit the registers beside the other values."""
-    return max(1, min(32, 4096 // (rows * columns)))
+def parts_at_once(rows: int, columns: int, programs: int = 4) -> int:
+    """How many parts of a lane are added at once: as many as fit the registers beside the other values, and the shared
+    memory of a multiprocessor that has so many programs."""
+    room = 4096 if programs <= 6 else 2048 if programs <= 12 else 1024
+    return max(1, min(32, room // (rows * columns)))
 
 
 def attend_few(
@@ -184,6 +186,8 @@ def attend_few(
         arrays, beside, options = _codes(k, v, head_dim, quantized)
         block_dv = options["VALUE_BYTES"] * 8 // quantized.bits
         options |= {"WARPS": warps, "KEYS": config.keys, "magic": MAGIC, "PTX": is_nvidia}
+        is_half = q.dtype != torch.float32
+        options |= {"AHEAD": config.ahead, "EARLY": config.early, "MOVE": config.move and is_half}
         capacity += options["RING"]
 
     if is_nvidia and config.registers is not None:
@@ -212,7 +216,7 @@ def attend_few(
             *((len(q),) if quantized is None else ()), GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
             BLOCK_M=config.block_m,
             BLOCK_B=min(1024, max(32, triton.next_power_of_2(batch))), ROWS=real_rows,
-            STEP=parts_at_once(real_rows, block_dv), PAGE_SIZE=page_size if paged else 0,
+            STEP=parts_at_once(real_rows, block_dv, config.programs_per_processor), PAGE_SIZE=page_size if paged else 0,
             HAS_LEFT=window[0] >= 0, HAS_RIGHT=window[1] >= 0, SOFTCAP=softcap > 0, num_warps=warps, **options,
         )  # fmt: skip
     return out, lse

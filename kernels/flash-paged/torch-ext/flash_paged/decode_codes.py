@@ -2,12 +2,12 @@
 last tokens lie in full precision in a ring.
 
 Every warp has 16 or 32 keys of a tile to itself, with a maximum and sums of its own, which are added when the lane is
-done: no barrier stands in the loop. Codes are the left operand of both products, as code_operands.py makes it; keys are
-loaded while the tile before them is computed. Everything else that the formats ask for joins the queries and the
-weights, or is added once a lane:
+done: no warp waits for another in the loop (with MOVE; else where weights go through shared memory). Codes are the left
+operand of both products, as code_operands.py makes it; what is loaded how far ahead, config.CodesConfig says. All else
+that the formats ask for joins the queries and the weights, or is added once a lane:
 
-- Numbers are codes plus an offset: what it adds to a score is a product of the queries with -offset, the accumulators'
-  first value; what it adds to a sum of values is the sum of the weights times the offset.
+- Keys of 8 bits are codes plus an offset: what it adds to a score is a product of the queries with -offset, the
+  accumulators' first value. Other operands have none.
 - 8 bits: x = code * scale for a token. The scale joins the score, and the weight.
 - 4 and 2 bits, keys: x = min + code * scale for a channel and group of tokens, so q . x = (q * scale) . code + q . min,
   both products of matrix instructions. Values: x = min + code * scale for a token, so sum p x = sum (p * scale) code +
@@ -19,6 +19,7 @@ Queries are float16 in the products, divided by a power of two that keeps them b
 import triton
 import triton.language as tl
 
+from .code_loads import after_loads, find_slots, load_numbers, load_queries, load_tile, page_at, tokens_present
 from .code_operands import (
     channel_numbers,
     channel_of_column,
@@ -28,6 +29,7 @@ from .code_operands import (
     key_operand,
     key_words,
     offset_of,
+    operand_of_weights,
     value_operand,
     value_words,
 )
@@ -38,109 +40,20 @@ from .tiles import dot
 
 
 @triton.jit
-def find_slots(
-    block_table, start, warp_key, key, limit, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr
-):
-    """Page (int64, -1 where there is none) and slot of keys start + warp_key + key, which broadcast to the shape of
-    `key`, or to that of one key a warp or a tile where these lie in one page; and the slots after that one."""
-    if PAGE_SIZE % BLOCK_N == 0:
-        page = tl.load(block_table + start // PAGE_SIZE, mask=start < limit, other=-1)
-        slot = start % PAGE_SIZE
-        offset = warp_key + key
-    elif PAGE_SIZE % KEYS == 0:
-        first = start + warp_key
-        page = tl.load(block_table + first // PAGE_SIZE, mask=first < limit, other=-1)
-        slot = first % PAGE_SIZE
-        offset = key
-    else:
-        first = start + warp_key + key
-        page = tl.load(block_table + first // PAGE_SIZE, mask=first < limit, other=-1)
-        slot = first % PAGE_SIZE
-        offset = key * 0
-    return page.to(tl.int64), slot, offset
-
-
-@triton.jit
-def load_words(
-    cache, block_table, start, place, further, limit, stride_b, stride_t, WIDTH: tl.constexpr, BYTES: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """Words of keys (`key_words`, `value_words`), `further` keys on. Where there is no page, some of page 0: codes are
-    finite numbers, whatever they are."""
-    warp_key, key, word = place
-    page, slot, offset = find_slots(block_table, start, warp_key, key + further, limit, PAGE_SIZE, BLOCK_N, KEYS)
-    at = cache + tl.maximum(page, 0) * stride_b + slot * stride_t + (offset * stride_t + word)
-    if BYTES == WIDTH:
-        return tl.load(at)
-    else:
-        return tl.load(at, mask=(word < WIDTH // 4) & (offset >= 0), other=0)
-
-
-@triton.jit
-def load_channels(
-    numbers, block_table, start, place, limit, stride_b, stride_g, WIDTH: tl.constexpr, BYTES: tl.constexpr,
-    TOKENS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """Numbers of channels of groups of TOKENS tokens (`channel_numbers`); where there is no page, some of page 0."""
-    warp_key, row, channel, there = place
-    page, slot, offset = find_slots(block_table, start, warp_key, row * 0, limit, PAGE_SIZE, BLOCK_N, KEYS)
-    if TOKENS % BLOCK_N == 0:
-        offset = offset * 0
-    at = numbers + tl.maximum(page, 0) * stride_b + (slot + offset) // TOKENS * stride_g + channel
-    if BYTES == WIDTH:
-        return tl.load(at)
-    else:
-        return tl.load(at, mask=there & (offset >= 0), other=0.0)
-
-
-@triton.jit
-def load_queries(
-    q, first, place, rows, stride_qt, stride_qh, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, WARPS: tl.constexpr,
-    BYTES: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    """Rows first to first + BLOCK_M of the queries of a key head, as an operand that every warp has: [WARPS, channels,
-    BLOCK_M] in the order of `key_operand`."""
-    _, row, channel, there = place
-    m = first + row
-    at = q + (m // GROUP).to(tl.int64) * stride_qt + m % GROUP * stride_qh + channel
-    query = channels_operand(tl.load(at, mask=there & (m < rows), other=0.0), 0, WARPS, BYTES, BITS)
-    if BLOCK_M == 16:
-        m += 8
-        at = q + (m // GROUP).to(tl.int64) * stride_qt + m % GROUP * stride_qh + channel
-        more = channels_operand(tl.load(at, mask=there & (m < rows), other=0.0), 0, WARPS, BYTES, BITS)
-        query = tl.reshape(tl.permute(tl.join(query, more), (0, 1, 3, 2)), (WARPS, BYTES * 8 // BITS, BLOCK_M))
-    return query
-
-
-@triton.jit
-def load_tokens(
-    numbers,
-    block_table,
-    start,
-    key,
-    limit,
-    stride_b,
-    stride_t,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    KEYS: tl.constexpr,
-):
-    """Numbers of tokens, [WARPS, KEYS], 0 where there is none, and where there are."""
-    WARPS: tl.constexpr = key.shape[0]
-    warp_key = tl.arange(0, WARPS)[:, None] * KEYS
-    page, slot, offset = find_slots(block_table, start, warp_key, key, limit, PAGE_SIZE, BLOCK_N, KEYS)
-    present = (start + warp_key + key < limit) & (page >= 0)
-    at = tl.maximum(page, 0) * stride_b + slot * stride_t + offset * stride_t
-    return tl.load(numbers + at, mask=present, other=0.0), present
-
-
-@triton.jit
 def warp_weights(s, maximum):
     """One step of the online softmax of each warp: scores s [W, KEYS, M], in powers of two -> weights, the factor [W,
     1, M] of what was summed before, and the new maximum [W, M]."""
     higher = tl.maximum(maximum, tl.max(s, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
     return tl.exp2(s - base[:, None, :]), tl.exp2(maximum - base)[:, None, :], higher
+
+
+@triton.jit
+def sixteen_keys(x):
+    """[W, KEYS, M], summed over every 16th key, which one lane has."""
+    if x.shape[1] > 16:
+        x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 16, 16, x.shape[2])), 1)
+    return x
 
 
 @triton.jit(
@@ -157,7 +70,8 @@ def decode_codes_kernel(
     KEYS: tl.constexpr, BYTES: tl.constexpr, VALUE_BYTES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr, TOKENS: tl.constexpr,
-    CHANNEL_GROUPS: tl.constexpr, RING: tl.constexpr, PTX: tl.constexpr,
+    CHANNEL_GROUPS: tl.constexpr, RING: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr, MOVE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """As `decode_kernel`; k and v are int32 words of codes, with strides in words. BYTES and VALUE_BYTES cover the
     codes of a token and head. 8 bits: k_scale and v_scale have the same strides, those of groups, tails and
@@ -176,7 +90,7 @@ def decode_codes_kernel(
     # the keys of a warp lie in one group (else every number is scaled by itself)
     ONE_GROUP: tl.constexpr = GROUPED and TOKENS % KEYS == 0
     key_place = key_words(WARPS, KEYS, BYTES)
-    value_place = value_words(WARPS, KEYS, VALUE_BYTES)
+    value_place = value_words(WARPS, KEYS, VALUE_BYTES, MOVE)
     channel_place = channel_numbers(WARPS, KEYS, BYTES, WIDTH, BITS)
     key_factor = factor_of(tl.arange(0, CHANNELS), BYTES, BITS, IS_FLOAT, DTYPE)[None, :, None]
     warp_key = tl.arange(0, WARPS)[:, None] * KEYS
@@ -231,112 +145,119 @@ def decode_codes_kernel(
         values = v + kv_head * stride_vh
         key_scales = k_scale + kv_head * stride_ksh
         value_scales = v_scale + kv_head * stride_vsh
+        key_mins, value_mins = key_scales, value_scales
+        if GROUPED:
+            key_mins = k_min + kv_head * stride_ksh
+            value_mins = v_min + kv_head * stride_vsh
 
         maximum = tl.full([WARPS, BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([WARPS, KEYS, BLOCK_M], tl.float32)
-        weights = tl.zeros([WARPS, KEYS, BLOCK_M], tl.float32)  # those of values' codes
-        minimums = tl.zeros([WARPS, KEYS, BLOCK_M], tl.float32)  # of values, times their weights
+        total = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)
+        minimums = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)  # of values, times their weights
         acc = tl.zeros([WARPS, VALUE_CHANNELS, BLOCK_M], tl.float32)
         first_key = (begin + first) * BLOCK_N
         last_key = tl.minimum((begin + last) * BLOCK_N, length)
         end = length
         if GROUPED:
             end = tl.minimum(tl.load(quantized_seqlens + sequence), length)
-        next_key = load_words(
-            keys, own_table, first_key, key_place, 0, end, stride_kb, stride_kt, WIDTH, BYTES, PAGE_SIZE, BLOCK_N, KEYS
-        )
+        page = page_at(own_table, first_key, end, PAGE_SIZE, BLOCK_N)
+        next_page = page_at(own_table, first_key + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
+        key, even, odd, key_scale, key_min = load_tile(
+            keys, values, key_scales, key_mins, own_table, page, first_key, end, stride_kb, stride_kt, stride_vb,
+            stride_vt, stride_ksb, stride_ksg, key_place, value_place, channel_place, WIDTH, BYTES, VALUE_WIDTH,
+            VALUE_BYTES, TOKENS, PAGE_SIZE, BLOCK_N, KEYS, ONE_GROUP,
+        )  # fmt: skip
+        of_key, of_value, min_of_value = load_numbers(
+            key_scales, value_scales, value_mins, own_table, page, first_key, end, stride_ksb, stride_ksg, stride_vsb,
+            stride_vst, PAGE_SIZE, BLOCK_N, KEYS, WARPS, GROUPED, CHANNEL_GROUPS,
+        )  # fmt: skip
         for start in tl.range(first_key, tl.minimum(last_key, end), BLOCK_N, num_stages=1):
             start = tl.multiple_of(start, BLOCK_N)
-            key = next_key
-            next_key = load_words(
-                keys, own_table, start + BLOCK_N, key_place, 0, end, stride_kb, stride_kt, WIDTH, BYTES, PAGE_SIZE,
-                BLOCK_N, KEYS,
+            further_page = page_at(own_table, start + 2 * BLOCK_N, end, PAGE_SIZE, BLOCK_N)
+            tile_start = start if AHEAD == 0 else start + BLOCK_N
+            next_key, next_even, next_odd, next_key_scale, next_key_min = load_tile(
+                keys, values, key_scales, key_mins, own_table, page if AHEAD == 0 else next_page, tile_start, end,
+                stride_kb, stride_kt, stride_vb, stride_vt, stride_ksb, stride_ksg, key_place, value_place,
+                channel_place, WIDTH, BYTES, VALUE_WIDTH, VALUE_BYTES, TOKENS, PAGE_SIZE, BLOCK_N, KEYS, ONE_GROUP,
             )  # fmt: skip
-            even = load_words(
-                values, own_table, start, value_place, 0, end, stride_vb, stride_vt, VALUE_WIDTH, VALUE_BYTES,
-                PAGE_SIZE, BLOCK_N, KEYS,
+            if AHEAD == 1 or AHEAD == 3:
+                _, even_here, odd_here, scale_here, key_min = load_tile(
+                    keys, values, key_scales, key_mins, own_table, page, start, end, stride_kb, stride_kt, stride_vb,
+                    stride_vt, stride_ksb, stride_ksg, key_place, value_place, channel_place, WIDTH, BYTES,
+                    VALUE_WIDTH, VALUE_BYTES, TOKENS, PAGE_SIZE, BLOCK_N, KEYS, ONE_GROUP,
+                )  # fmt: skip
+                if AHEAD == 1:
+                    even, odd, key_scale = even_here, odd_here, scale_here
+            if AHEAD == 0:
+                key, even, odd, key_scale, key_min = next_key, next_even, next_odd, next_key_scale, next_key_min
+            next_of_key, next_of_value, next_min_of_value = load_numbers(
+                key_scales, value_scales, value_mins, own_table, next_page, start + BLOCK_N, end, stride_ksb,
+                stride_ksg, stride_vsb, stride_vst, PAGE_SIZE, BLOCK_N, KEYS, WARPS, GROUPED, CHANNEL_GROUPS,
             )  # fmt: skip
-            odd = load_words(
-                values, own_table, start, value_place, 1, end, stride_vb, stride_vt, VALUE_WIDTH, VALUE_BYTES,
-                PAGE_SIZE, BLOCK_N, KEYS,
-            )  # fmt: skip
-            key = key_operand(key, magic, WARPS, KEYS, BYTES, BITS, IS_FLOAT, HALF, PTX)
+            if EARLY and PTX:
+                magic = after_loads(magic)
+            keys_here = key_operand(key, magic, WARPS, KEYS, BYTES, BITS, IS_FLOAT, HALF, PTX)
+            present = tokens_present(own_table, page, start, warp_key + own_key, end, PAGE_SIZE, BLOCK_N, KEYS)
             if not GROUPED:
-                key_scale, present = load_tokens(
-                    key_scales, own_table, start, own_key, end, stride_ksb, stride_ksg, PAGE_SIZE, BLOCK_N, KEYS
-                )
-                s = dot(key, scaled_query, first_scores) * (key_scale.to(tl.float32) * scale)[:, :, None]
+                s = dot(keys_here, scaled_query, first_scores) * (of_key.to(tl.float32) * scale)[:, :, None]
                 s = s * query_size
             elif ONE_GROUP:
-                key_scale = load_channels(
-                    key_scales, own_table, start, channel_place, end, stride_ksb, stride_ksg, WIDTH, BYTES, TOKENS,
-                    PAGE_SIZE, BLOCK_N, KEYS,
-                )  # fmt: skip
-                key_min = load_channels(
-                    k_min + kv_head * stride_ksh, own_table, start, channel_place, end, stride_ksb, stride_ksg, WIDTH,
-                    BYTES, TOKENS, PAGE_SIZE, BLOCK_N, KEYS,
-                )  # fmt: skip
-                key_scale = channels_operand(key_scale.to(HALF), 0, WARPS, BYTES, BITS)
-                key_scale = tl.broadcast_to(key_scale[:, :, None, :], (WARPS, CHANNELS, BLOCK_M // 8, 8))
-                own_query = scaled_query * tl.reshape(key_scale, (WARPS, CHANNELS, BLOCK_M))
-                s = dot(channels_operand(key_min.to(HALF), KEYS, WARPS, BYTES, BITS), query)
-                if OFFSET > 0:
-                    s = dot(tl.full([WARPS, KEYS, CHANNELS], -OFFSET, HALF), own_query, s)
-                s = dot(key, own_query, s) * (scale * query_size)
+                scales_here = channels_operand(key_scale.to(HALF), 0, WARPS, BYTES, BITS)
+                scales_here = tl.broadcast_to(scales_here[:, :, None, :], (WARPS, CHANNELS, BLOCK_M // 8, 8))
+                own_query = scaled_query * tl.reshape(scales_here, (WARPS, CHANNELS, BLOCK_M))
+                # two sums, as each is a chain of instructions that wait for each other; all keys have the same minimums
+                s = dot(channels_operand(key_min.to(HALF), 16, WARPS, BYTES, BITS), query)
+                s = tl.broadcast_to(s[:, None, :, :], (WARPS, KEYS // 16, 16, BLOCK_M))
+                s = dot(keys_here, own_query) + tl.reshape(s, (WARPS, KEYS, BLOCK_M))
+                s = s * (scale * query_size)
             else:
-                page, slot, offset = find_slots(own_table, start, warp_key, own_key, end, PAGE_SIZE, BLOCK_N, KEYS)
-                channel = channel_of_column(tl.arange(0, CHANNELS), WIDTH, BYTES, HEAD_DIM)
-                at = page * stride_ksb + (slot + offset) // TOKENS * stride_ksg
-                inside = (page >= 0)[:, :, None] & (channel < HEAD_DIM)[None, None, :]
-                at = at[:, :, None] + channel[None, None, :]
-                key_scale = tl.load(key_scales + at, mask=inside, other=0.0).to(tl.float32)
-                key_min = tl.load(k_min + kv_head * stride_ksh + at, mask=inside, other=0.0).to(tl.float32)
-                key = (key.to(tl.float32) - OFFSET) * tl.reshape(key_factor, (1, 1, CHANNELS)) * key_scale + key_min
-                s = dot(key.to(HALF), query) * (scale * query_size)
-            if CHANNEL_GROUPS == 1:
-                value_scale, present = load_tokens(
-                    value_scales, own_table, start, own_key, end, stride_vsb, stride_vst, PAGE_SIZE, BLOCK_N, KEYS
+                there, slot, offset = find_slots(
+                    own_table, page, start, warp_key, own_key, end, PAGE_SIZE, BLOCK_N, KEYS
                 )
-            else:
-                page, slot, offset = find_slots(own_table, start, warp_key, own_key, end, PAGE_SIZE, BLOCK_N, KEYS)
-                present = (start + warp_key + own_key < end) & (page >= 0)
+                channel = channel_of_column(tl.arange(0, CHANNELS), WIDTH, BYTES, HEAD_DIM)
+                at = there * stride_ksb + (slot + offset) // TOKENS * stride_ksg
+                inside = (there >= 0)[:, :, None] & (channel < HEAD_DIM)[None, None, :]
+                at = at[:, :, None] + channel[None, None, :]
+                scales_here = tl.load(key_scales + at, mask=inside, other=0.0).to(tl.float32)
+                mins_here = tl.load(key_mins + at, mask=inside, other=0.0).to(tl.float32)
+                numbers = (keys_here.to(tl.float32) - OFFSET) * tl.reshape(key_factor, (1, 1, CHANNELS))
+                s = dot((numbers * scales_here + mins_here).to(HALF), query) * (scale * query_size)
             s = visible_scores(
                 s, (start + warp_key + own_key)[:, :, None], present[:, :, None], query_position, tree, own_tree, slope,
                 shift, seqlen_q, left, right, 1.0, cap, HAS_LEFT, HAS_RIGHT, TREE, SOFTCAP, slopes is not None,
             )  # fmt: skip
             p, shrink, maximum = warp_weights(s, maximum)
-            total = total * shrink + p
+            total = total * shrink + sixteen_keys(p)
+            value = value_operand(even, odd, magic, WARPS, KEYS, VALUE_BYTES, BITS, IS_FLOAT, HALF, PTX)
             if CHANNEL_GROUPS == 1:
                 if GROUPED:
-                    value_min, _ = load_tokens(
-                        v_min + kv_head * stride_vsh, own_table, start, own_key, end, stride_vsb, stride_vst,
-                        PAGE_SIZE, BLOCK_N, KEYS,
-                    )  # fmt: skip
-                    minimums = minimums * shrink + p * value_min.to(tl.float32)[:, :, None]
-                p = (p * value_scale.to(tl.float32)[:, :, None]).to(HALF)
-                if OFFSET > 0:
-                    weights = weights * shrink + p.to(tl.float32)
-                value = value_operand(even, odd, magic, WARPS, KEYS, VALUE_BYTES, BITS, IS_FLOAT, HALF, PTX)
+                    minimums = minimums * shrink + sixteen_keys(p * min_of_value.to(tl.float32)[:, :, None])
+                p = p * of_value.to(tl.float32)[:, :, None]
             else:
-                at = (page * stride_vsb + slot * stride_vst + offset * stride_vst)[:, None, :]
+                there, slot, offset = find_slots(
+                    own_table, page, start, warp_key, own_key, end, PAGE_SIZE, BLOCK_N, KEYS
+                )
+                at = (there * stride_vsb + slot * stride_vst + offset * stride_vst)[:, None, :]
                 row = tl.arange(0, VALUE_CHANNELS)
                 value_channel = channel_of_row(row, VALUE_WIDTH, VALUE_BYTES, VALUE_DIM)
                 value_factor = factor_of(row, VALUE_BYTES, BITS, IS_FLOAT, DTYPE)[None, :, None]
                 group = tl.minimum(value_channel // (VALUE_DIM // CHANNEL_GROUPS), CHANNEL_GROUPS - 1)
-                value_scale = tl.load(value_scales + at + group[None, :, None], mask=present[:, None, :], other=0.0)
-                value_min = v_min + kv_head * stride_vsh
-                value_min = tl.load(value_min + at + group[None, :, None], mask=present[:, None, :], other=0.0)
-                value = value_operand(even, odd, magic, WARPS, KEYS, VALUE_BYTES, BITS, IS_FLOAT, HALF, PTX)
-                value = (value.to(tl.float32) - OFFSET) * value_factor * value_scale.to(tl.float32)
-                value = (value + value_min.to(tl.float32)).to(HALF)
-                p = p.to(HALF)
-            acc = dot(value, p, acc * shrink)
+                at = at + group[None, :, None]
+                scales_here = tl.load(value_scales + at, mask=present[:, None, :], other=0.0).to(tl.float32)
+                mins_here = tl.load(value_mins + at, mask=present[:, None, :], other=0.0).to(tl.float32)
+                value = (value.to(tl.float32) * value_factor * scales_here + mins_here).to(HALF)
+            # acc is not the product's accumulator: matrix instructions cut off what they add, a bias over many keys.
+            # (tl.fma, as the compiler would make it that in a sum)
+            product = dot(value, operand_of_weights(p.to(HALF), WARPS, KEYS, BLOCK_M, MOVE, PTX))
+            acc = tl.fma(acc, tl.broadcast_to(shrink, acc.shape), product)
+            key, even, odd, key_scale, key_min = next_key, next_even, next_odd, next_key_scale, next_key_min
+            of_key, of_value, min_of_value = next_of_key, next_of_value, next_min_of_value
+            page, next_page = next_page, further_page
         # plus 0, as the compiler cannot know: it would compute what follows before the loop, and hold it in registers
         value_row = tl.arange(0, VALUE_CHANNELS) + tl.minimum(length, 0)
         value_channel = channel_of_row(value_row, VALUE_WIDTH, VALUE_BYTES, VALUE_DIM)
         value_factor = factor_of(value_row, VALUE_BYTES, BITS, IS_FLOAT, DTYPE)[None, :, None]
         if CHANNEL_GROUPS == 1:
-            acc = (acc - OFFSET * tl.sum(weights, 1)[:, None, :]) * value_factor + tl.sum(minimums, 1)[:, None, :]
+            acc = acc * value_factor + tl.sum(minimums, 1)[:, None, :]
         sums = tl.sum(total, 1)
 
         if GROUPED:
