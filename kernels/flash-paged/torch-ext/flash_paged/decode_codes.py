@@ -3,8 +3,8 @@ last tokens lie in full precision in a ring.
 
 Every warp has 16 or 32 keys of a tile to itself, with a maximum and sums of its own, which are added when the lane is
 done: no warp waits for another in the loop (with MOVE; else where weights go through shared memory). Codes are the left
-operand of both products, as code_operands.py makes it; how far ahead what is loaded, config.CodesConfig says. Everything
-else that the formats ask for joins the queries and the weights, or is added once a lane:
+operand of both products, as code_operands.py makes it; what is loaded how far ahead, config.CodesConfig says. All else
+that the formats ask for joins the queries and the weights, or is added once a lane:
 
 - Keys of 8 bits are codes plus an offset: what it adds to a score is a product of the queries with -offset, the
   accumulators' first value. Other operands have none.
