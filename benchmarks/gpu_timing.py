@@ -24,6 +24,7 @@ import harness
 import torch
 
 from hf_efficient.evaluation import environment
+from hf_efficient.kernels import efficient_linear, flash_paged
 
 
 ROTATE_BYTES = 200e6  # of data that the calls rotate over: more than any L2 cache
@@ -99,7 +100,9 @@ class Benchmark:
         torch.cuda.current_stream().wait_stream(stream)
         order = [i % variants for i in range(max(variants, 20))]
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # as in captured forwards, whose graph owns the counters: else each kernel that splits its work is cleared first
+        counters = torch.zeros(1 << 16, dtype=torch.int32, device=self.device)
+        with efficient_linear.counters_in(counters), flash_paged.counters_in(counters), torch.cuda.graph(graph):
             for i in order:
                 call(i)
         graph.replay()
