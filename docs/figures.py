@@ -13,6 +13,7 @@ from pathlib import Path
 
 from cpu_figures import cpu_memory, decode, engines, formats, fresh, generated, tier_rows, tiers
 from environment_figures import environments, import_time, upstream
+from gpu_figures import gpu_attention, gpu_generate, gpu_linear, gpu_machine
 from learning_figures import learning, losses
 from quality_figures import all_methods, choose, larger, peer_methods
 from result_files import RESULTS, load, machine, markdown, prose
@@ -147,6 +148,7 @@ FIGURES = {
     "environments": environments,
     "import_time": import_time,
     "upstream": upstream,
+    "gpu_generate": lambda: gpu_generate() + "\n\n" + prose(gpu_machine("gpu_generate")),
     "speculation": speculation,
     "assisted": assisted,
     "speculation_goals": goals,
@@ -180,6 +182,12 @@ def benchmarks_page() -> str:
         "And after structured pruning:", (RESULTS / "pruning_structured.md").read_text().strip(),
         "## Recovery and distillation", "Trained against the dense model:", learning(), losses(),
         machine("learning"),
+        "## GPU kernels, measured",
+        "`benchmarks/gpu.sh`: medians of graph replays. Data rotates over more than 200 MB. A column of times says how "
+        "many times as fast as the peer we are. docs/gpus.md has whole models.",
+        gpu_attention(), gpu_machine("gpu_attention"),
+        "Products with quantized weights, times torch's bfloat16 product with as many tokens:",
+        gpu_linear(), gpu_machine("gpu_linear"),
         "## GPU kernels, predicted",
         "Rows that say predicted were not measured. `benchmarks/gpu_model.py` counts the instructions of each kernel's "
         "inner loop in its machine code. It predicts times from them, from the bytes read and from launches. A budget "

@@ -40,8 +40,8 @@ class Case:
 
     name: str
     build: Callable[[str], Compiled]
-    per_loop: float | Callable[[str], float]
-    threads: int | Callable[[str], int]
+    per_loop: float
+    threads: int
     unit: str
     budget: float | None
     held: tuple[float, float]
@@ -53,8 +53,7 @@ class Case:
 
     def instructions(self, target: str) -> float:
         """Thread instructions of the loop a number."""
-        numbers, threads = (x(target) if callable(x) else x for x in (self.per_loop, self.threads))
-        return len(self.loop(target)) * threads / numbers
+        return len(self.loop(target)) * self.threads / self.per_loop
 
     def compiled(self, target: str) -> Compiled:
         return _compiled(self, target)
@@ -87,20 +86,14 @@ def _decode(name: str | None, page: int, budget: float, held: tuple[float, float
 def _weights(bits: int, tokens: int, budget: float | None, held: tuple[float, float]) -> Case:
     """Groups of 64 with zero points."""
 
-    def tile(target):
-        rows = launch_configs.WIDE_ROWS if target == "sm_90" else 0
-        return launch_configs.choose_tile(tokens, False, bits, rows)
-
-    def weights(target):
-        of_tile = tile(target)
-        columns = 256 if bits == 3 else 128 * launch_configs.steps_a_round(of_tile.block_m, bits)
-        return of_tile.block_n * columns
+    tile = launch_configs.choose_tile(tokens, False, bits)
+    columns = 256 if bits == 3 else 128 * launch_configs.steps_a_round(tile.block_m, bits)
 
     return Case(
         f"W{bits}A16, up to {tokens} rows",
         lambda target: test_efficient_linear_aot.compile_linear(target, tokens, bits=bits),
-        weights,
-        lambda target: 32 * tile(target).num_warps,
+        tile.block_n * columns,
+        32 * tile.num_warps,
         "a weight",
         budget,
         held,

@@ -34,13 +34,11 @@ def compile_linear(
 ):
     """As weight_only_linear launches it for even K, with bias, K split, and the groups of a row side by side;
     `constants` replaces run-time arguments by values."""
-    is_plain = kernel is None and not lookup and target in ("sm_90", "sm_100")
-    tile = launch_configs.choose_tile(tokens, dtype == "fp32", bits, launch_configs.WIDE_ROWS if is_plain else 0)
+    tile = launch_configs.choose_tile(tokens, dtype == "fp32", bits)
     kernel = kernel or (FEW if tile.programs_per_processor else MANY)
     constexprs = dict(BITS=bits, GROUP=group, ASYMMETRIC=asymmetric, HAS_BIAS=True, EVEN_K=True, SPLIT=True)
     constexprs |= dict(LOOKUP=lookup, PER_ROW=per_row, PTX=target != "gfx942", QUADS=target in QUADS)
     constexprs |= dict(BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, UPCAST=False)
-    constexprs["TWO_TILES"] = tile.block_n > 16 * tile.num_warps
     constexprs["stride_sg"] = 1 if group else 0
     if asymmetric:
         constexprs["stride_zg"] = constexprs["stride_sg"]

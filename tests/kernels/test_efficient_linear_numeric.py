@@ -51,17 +51,9 @@ def test_few_tokens_of_other_dtypes(bits, symmetric, dtype, kernel_device, nan_p
     few_tokens_case(bits, GROUPS[number % len(GROUPS)], symmetric, dtype, number + 3, kernel_device)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_wide_tile(bits, kernel_device, nan_poison, monkeypatch):
-    monkeypatch.setattr(launch_configs, "WIDE_ROWS", 1)
-    packed, scale, zero_point, layout = random_weight(300, 384, bits, 64, False, torch.float16, kernel_device)
-    check_product(torch.randn(40, 384, device=kernel_device).half(), packed, scale, zero_point, None, layout)
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_tile_of_eight_tokens(bits, kernel_device, nan_poison, monkeypatch):
-    monkeypatch.setattr(launch_configs, "MOST_SMALL", 8)
-    packed, scale, zero_point, layout = random_weight(70, 1100, bits, 64, False, torch.float16, kernel_device)
+def test_tile_of_eight_tokens(kernel_device, nan_poison):
+    assert launch_configs.choose_tile(5, False, 8, small=True) is launch_configs.SMALL
+    packed, scale, zero_point, layout = random_weight(70, 1100, 8, 64, False, torch.float16, kernel_device)
     check_product(torch.randn(5, 1100, device=kernel_device).half(), packed, scale, zero_point, None, layout)
 
 

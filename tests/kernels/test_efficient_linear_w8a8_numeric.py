@@ -146,7 +146,8 @@ def test_product(tokens, out_features, in_features, x_zero, w_zero, per_tensor, 
 def test_tiles_through_the_tensor_memory_accelerator(kind, kernel_device, nan_poison, monkeypatch):
     if not w8a8.INTERPRETED and torch.cuda.get_device_capability()[0] not in (9, 10):
         pytest.skip("this GPU has no tensor memory accelerator")
-    monkeypatch.setattr(w8a8_configs, "TMA_FROM", 1)
+    monkeypatch.setattr(w8a8_configs, "TMA_FROM", {kind: 1})
+    monkeypatch.setattr(w8a8, "processors", lambda device: 1)
     tokens, out_features, in_features = 260, 150, 304
     x, x_scale = codes_and_scale(tokens, in_features, False, kernel_device)
     w, w_scale = codes_and_scale(out_features, in_features, False, kernel_device)

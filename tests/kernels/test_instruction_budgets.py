@@ -4,8 +4,6 @@ import pytest
 import sass
 from kernel_counts import CASES
 
-from hf_efficient.kernels.efficient_linear import launch_configs
-
 
 LARGEST_BLOCK = {"sm_86": 99, "sm_89": 99, "sm_120": 99}  # KiB of shared memory
 
@@ -33,12 +31,6 @@ def test_four_programs_of_decoding_fit_a_multiprocessor(case):
     """By their registers, of which there are 65,536, and by 227 KiB of shared memory on sm_90."""
     compiled = case.compiled("sm_90")
     assert 65536 // (case.threads * compiled.registers) >= 4 and 4 * (compiled.shared + 1024) <= 227 * 1024
-
-
-def test_tokens_are_read_again_no_more_than_weights():
-    """From the L2 cache, by every program: bits of 64 tokens over those of the weights that they are multiplied by."""
-    tile = launch_configs.choose_tile(64, False, 4, launch_configs.WIDE_ROWS)
-    assert tile.block_m * 16 <= tile.block_n * 4
 
 
 @pytest.mark.parametrize("target", LARGEST_BLOCK)

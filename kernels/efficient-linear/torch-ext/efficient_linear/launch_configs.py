@@ -1,7 +1,7 @@
 """The kernel and tile for each number of tokens: a table, no autotuning at run time.
 
-The table follows from instruction counts and memory formulas. `benchmarks/linear.py` measures the neighbours of each
-entry on a GPU.
+The tables follow from instruction counts and memory formulas. Those of 16-bit inputs are the fastest of what an H200
+measured in November 2026 (triton 3.6); `benchmarks/linear.py` measures them again.
 """
 
 from dataclasses import dataclass, replace
@@ -29,16 +29,10 @@ SIXTEEN_BIT_INPUT = {
     64: Tile(64, 64, 4, 3, 3),
     256: Tile(128, 64, 8, 3),
 }
-# Of 33 to 64 tokens and many rows, 4 or 8 bits, where it fits the registers. All tokens are read from the L2 cache
-# again for every BLOCK_N rows: with 256 rows as much as 4-bit weights from memory, with 64 four times as much. More
-# rows have no registers.
-WIDE_64 = Tile(256, 64, 8, 3, 1)
-WIDE_ROWS = 2048
-# Up to 8 tokens where matrix instructions then take both operands from registers (weight_only._has_small_tiles), which
-# waits for no other warp, with fewer registers and half the shared memory. MOST_SMALL: tokens it is used for; 0: never,
-# until it is measured.
-SMALL = Tile(64, 8, 4, 4, 6)
-MOST_SMALL = 0
+# 8-bit weights and up to MOST_SMALL tokens, where matrix instructions then take both operands from registers
+# (weight_only._has_small_tiles): they wait for no other warp, with fewer registers and half the shared memory. Weights
+# of fewer bits are slower so.
+SMALL, MOST_SMALL = Tile(64, 8, 4, 4, 4), 8
 # float32 has no exact matrix instruction: plain multiply-adds, small tiles, for comparison rather than for speed
 FLOAT32_INPUT = {64: Tile(32, 16, 4, 2, 4), 256: Tile(32, 32, 4, 2)}
 
@@ -51,24 +45,27 @@ class DenseTile(Tile):
 
 
 # Most tokens -> tile. Stages of all programs of a multiprocessor hold 100 to 160 KB, what memory delivers in a latency.
-DENSE_SIXTEEN_BIT = {16: DenseTile(64, 16, 4, 4, 4), 32: DenseTile(64, 32, 4, 4, 4), 64: DenseTile(64, 64, 4, 3, 3)}
+DENSE_SIXTEEN_BIT = {
+    16: DenseTile(64, 16, 4, 4, 2, 128),
+    32: DenseTile(64, 32, 4, 4, 4),
+    64: DenseTile(64, 64, 4, 3, 3),
+}
 DENSE_FLOAT32 = {64: DenseTile(32, 16, 4, 2, 4, 32)}
 GATE_UP_64 = DenseTile(64, 64, 8, 4, 1)  # two sums of 64 x 64 take more registers than four warps have
 
-# With more tokens than this the weight is dequantized once and multiplied by torch. Estimated, not measured: at 256
-# tokens arithmetic bounds a bfloat16 product, so that reading packed weights saves nothing.
-DEQUANTIZE_ABOVE = 256
+# With more tokens than this the weight is dequantized once and multiplied by torch. On an H200 (28672 x 4096, int4)
+# that takes 145 us for 128 tokens and 166 us for 256, and the kernels here 97 and 178 us.
+DEQUANTIZE_ABOVE = 192
 
-FEWEST_STEPS_PER_SPLIT = 4  # of 128 columns: shorter splits spend their time filling the pipeline
+# Of 128 columns: shorter splits spend their time filling the pipeline and adding up (4096 x 4096 on an H200: 9.1 us in
+# four splits, 10.2 in eight). Half as many where multiprocessors would have nothing to do.
+FEWEST_STEPS_PER_SPLIT = 8
 
 
-def choose_tile(tokens: int, float32: bool, bits: int = 4, rows: int = 0, small: bool = False) -> Tile:
-    """The tile for 1 .. DEQUANTIZE_ABOVE tokens; more take that of as many. rows: of a weight whose kernel may take
-    `WIDE_64`, else 0. small: whether it may take `SMALL`."""
-    if small and tokens <= MOST_SMALL and not float32:
+def choose_tile(tokens: int, float32: bool, bits: int = 4, small: bool = False) -> Tile:
+    """The tile for 1 .. DEQUANTIZE_ABOVE tokens; more take that of as many. small: whether it may be `SMALL`."""
+    if small and bits == 8 and tokens <= MOST_SMALL and not float32:
         return SMALL
-    if rows >= WIDE_ROWS and 32 < tokens <= 64 and bits in (4, 8) and not float32:
-        return WIDE_64
     table = FLOAT32_INPUT if float32 else SIXTEEN_BIT_INPUT
     tile = next(tile for most, tile in table.items() if min(tokens, DEQUANTIZE_ABOVE) <= most)
     # a step of 3-bit weights is twice as long: with 64 tokens it takes more registers (sm_80) and tensor memory
@@ -91,16 +88,17 @@ def steps_a_round(block_m, bits):
 
 
 def stages(tile: Tile, bits: int) -> int:
-    """num_stages of the loop over K: for rounds of 256 columns two or three, so that four programs fit."""
+    """num_stages of the loop over K, whose rounds have 128 or 256 columns."""
     if bits == 3:
         return (tile.num_stages + 1) // 2
-    if steps_a_round(tile.block_m, bits) == 2:
-        return 2 if bits == 8 else tile.num_stages // 2 + 1
-    return tile.num_stages
+    return tile.num_stages // 2 + 1 if steps_a_round(tile.block_m, bits) == 2 else tile.num_stages
 
 
 def choose_steps_per_split(tile: Tile, programs: int, steps: int, processors: int) -> int:
     """How many of the `steps` of K one program takes, for `programs` tiles on `processors` multiprocessors: an even
     number, for rounds of two."""
-    splits = max(1, min(tile.programs_per_processor * processors // programs, steps // FEWEST_STEPS_PER_SPLIT))
+    fewest = FEWEST_STEPS_PER_SPLIT
+    if programs * (steps // fewest) < processors:
+        fewest //= 2
+    splits = max(1, min(tile.programs_per_processor * processors // programs, steps // fewest))
     return min(steps, -(-steps // (2 * splits)) * 2)

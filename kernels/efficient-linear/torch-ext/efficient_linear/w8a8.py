@@ -4,7 +4,7 @@ import torch
 import triton
 
 from . import w8a8_configs
-from .split_k import split
+from .split_k import processors, split
 from .w8a8_kernels import STEP, w8a8_kernel
 from .weight_only import DTYPES, INTERPRETED, _on
 
@@ -62,9 +62,10 @@ def _are_aligned(*codes: torch.Tensor) -> bool:
     return not any(rows.shape[1] % 16 or rows.stride(0) % 16 or rows.data_ptr() % 16 for rows in codes)
 
 
-def _serves_tma(kind: str, tokens: int, device: torch.device) -> bool:
-    fewest = w8a8_configs.TMA_FROM
-    if fewest is None or tokens < fewest or kind not in w8a8_configs.TMA_TILES:
+def _serves_tma(kind: str, tokens: int, rows: int, device: torch.device) -> bool:
+    if tokens < w8a8_configs.TMA_FROM.get(kind, float("inf")):
+        return False
+    if w8a8_configs.programs(w8a8_configs.TMA_TILES[kind], tokens, rows) < processors(device):
         return False
     if INTERPRETED:
         return True
@@ -90,11 +91,12 @@ def launch(
         return out
     aligned = _are_aligned(x_codes, w_codes)
     plain = not block_scales and all(t is None for t in (x_zero_point, w_zero_point, outlier_x))
-    tma = plain and aligned and _serves_tma(kind, tokens, device)
+    tma = plain and aligned and _serves_tma(kind, tokens, out_features, device)
     if tma:
         tile = w8a8_configs.TMA_TILES[kind]
     else:
-        tile = w8a8_configs.choose_tile(tokens, block_scales or kind == "fp8_as_fp16", aligned)
+        many_registers = block_scales or kind == "fp8_as_fp16"
+        tile = w8a8_configs.choose_tile(tokens, many_registers, aligned, out_features, processors(device))
     row_blocks, token_blocks = triton.cdiv(out_features, tile.block_n), triton.cdiv(tokens, tile.block_m)
     steps = triton.cdiv(in_features, STEP.value)
     sums = torch.int32 if kind == "int8" else torch.float32

@@ -28,11 +28,6 @@ def quads(device: torch.device, block_m: int = 16) -> bool:
     return PTX and torch.cuda.get_device_capability(device)[0] in ((8, 9, 12) if block_m < 16 else (8, 12))
 
 
-def _has_wide_tiles(device: torch.device) -> bool:
-    """Whether `launch_configs.WIDE_64` fits the registers: compiled for 8.x and 12.0 it spills."""
-    return INTERPRETED or (PTX and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0)))
-
-
 def _has_small_tiles(device: torch.device) -> bool:
     """Whether matrix instructions of 8 tokens (`launch_configs.SMALL`) take both operands from registers."""
     return INTERPRETED or quads(device, 8)
@@ -147,7 +142,7 @@ def weight_only_linear(
     bias: [N], float of any kind, or None.
     bits: 2, 3, 4 or 8. group_size: 32, 64, a multiple of 128, -1 (one group a row) or None (one scale for the tensor).
 
-    Returns [M, N] in the dtype of x. Products are added in float32 and weights are not rounded, except above 256
+    Returns [M, N] in the dtype of x. Products are added in float32 and weights are not rounded, except above 192
     tokens (launch_configs.DEQUANTIZE_ABOVE), where (code - zero point) * scale is rounded to the dtype of x and torch
     multiplies. Results do not depend on the order in which programs run; no synchronisation, so it can be captured in
     a CUDA graph. float32 products use no TF32.
@@ -190,8 +185,7 @@ def _multiply(x, packed, scale, zero_point, bias, codebook=None, *, bits, group_
     out = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
-    rows = out_features if codebook is None and _has_wide_tiles(x.device) else 0
-    tile = choose_tile(tokens, x.dtype == torch.float32, bits, rows, _has_small_tiles(x.device))
+    tile = choose_tile(tokens, x.dtype == torch.float32, bits, _has_small_tiles(x.device))
     row_blocks, token_blocks = triton.cdiv(out_features, tile.block_n), triton.cdiv(tokens, tile.block_m)
     tensors = (x, packed, scale, zero_point, codebook, bias, out)
     sizes = (tokens, out_features, in_features, x.stride(0), *_scale_strides(scale), *_scale_strides(zero_point))
@@ -199,7 +193,6 @@ def _multiply(x, packed, scale, zero_point, bias, codebook=None, *, bits, group_
         HAS_BIAS=bias is not None,
         LOOKUP=_lookup(codebook, x.dtype),
         PER_ROW=codebook is not None and codebook.dim() == 2,
-        TWO_TILES=tile.block_n > 16 * tile.num_warps,
         **_options(tile, x, bits, group_size, in_features, zero_point),
     )
     with _on(x.device):

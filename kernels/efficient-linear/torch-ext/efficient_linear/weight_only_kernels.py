@@ -57,31 +57,16 @@ def to_float32(scale):
 
 
 @triton.jit
-def load_scales(upper, lower, at):
-    """The scales of all rows of a program, `at` behind the pointers to those of the upper half of the rows and of the
-    lower one (None: the first are of all rows): float of any kind [BLOCK_N].
-
-    The compiler loads a tensor in the layout of the sums only if it has fewer numbers than there are threads; a larger
-    one goes through shared memory, behind barriers."""
-    if lower is None:
-        return tl.load(upper + at)
-    else:
-        both = tl.join(tl.load(upper + at), tl.load(lower + at))
-        return tl.reshape(tl.permute(both, (1, 0)), (upper.shape[0] * 2,))
-
-
-@triton.jit
 def accumulate(
     x_ptr, packed_ptr, scale_ptr, zero_ptr, row_block, token_block, first_step, last_step, M, N, K, stride_x,
     stride_sn, stride_sg, stride_zn, stride_zg, magic, BITS: tl.constexpr, GROUP: tl.constexpr,
     ASYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, UPCAST: tl.constexpr,
     codebook_ptr=None, LOOKUP: tl.constexpr = 0, PER_ROW: tl.constexpr = False, PTX: tl.constexpr = False,
-    QUADS: tl.constexpr = False, TWO_TILES: tl.constexpr = False,
+    QUADS: tl.constexpr = False,
 ):  # fmt: skip
     """Sum over the steps (packing.step_columns) first_step .. last_step - 1: float32 [BLOCK_N, BLOCK_M]. GROUP 0 = one
     group a row. EVEN_K: 128 divides K. LOOKUP > 0: codes are of a codebook (codebook_fragments.py) with one table,
-    [2^BITS], or with one for every row (PER_ROW), [N, 2^BITS]. TWO_TILES: a warp has two tiles
-    of 16 rows."""
+    [2^BITS], or with one for every row (PER_ROW), [N, 2^BITS]."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     COLUMNS: tl.constexpr = 256 if BITS == 3 else 128  # packing.step_columns
     BLOCKS: tl.constexpr = COLUMNS * BITS // 256
@@ -104,16 +89,13 @@ def accumulate(
     last_group = (K - 1) // GROUP if GROUP > 0 else 0
 
     group = first_step * COLUMNS // GROUP if GROUP > 0 else 0
-    ROWS: tl.constexpr = BLOCK_N // 2 if TWO_TILES else BLOCK_N  # at once
-    rows = row_block * BLOCK_N + tl.arange(0, ROWS)
-    scale_upper, scale_lower = scale_ptr + tl.minimum(rows, N - 1).to(tl.int64) * stride_sn, None
-    if BLOCK_N > ROWS:
-        scale_lower = scale_ptr + tl.minimum(rows + ROWS, N - 1).to(tl.int64) * stride_sn
+    rows = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    scale_at = scale_ptr + tl.minimum(rows, N - 1).to(tl.int64) * stride_sn
     zero_upper, zero_lower = 0, 0
     if ASYMMETRIC:
         zero_upper = zero_ptr + tl.minimum(lane_rows, N - 1).to(tl.int64) * stride_zn
         zero_lower = zero_ptr + tl.minimum(lane_rows + 8, N - 1).to(tl.int64) * stride_zn
-    scale = load_scales(scale_upper, scale_lower, group * stride_sg)
+    scale = tl.load(scale_at + group * stride_sg)
     upper = load_zero(zero_upper, group * stride_zg, ASYMMETRIC, PTX)
     lower = load_zero(zero_lower, group * stride_zg, ASYMMETRIC, PTX)
     codebook_at, tables = 0, 0
@@ -151,7 +133,7 @@ def accumulate(
                     following = step * PARTS + part + 1 if GROUP == PART else (column + PART) // GROUP
                     group = tl.minimum(following, last_group)
                     at, offset = group * stride_sg, group * stride_zg
-                next_scale = load_scales(scale_upper, scale_lower, at)
+                next_scale = tl.load(scale_at + at)
                 next_upper = load_zero(zero_upper, offset, ASYMMETRIC, PTX)
                 next_lower = load_zero(zero_lower, offset, ASYMMETRIC, PTX)
                 result += tl.dot(weight, x, input_precision="ieee") * to_float32(scale)[:, None]
@@ -181,7 +163,7 @@ def few_tokens_kernel(
     stride_x, stride_sn, stride_sg, stride_zn, stride_zg, steps_per_split, magic, BITS: tl.constexpr,
     GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, LOOKUP: tl.constexpr,
     PER_ROW: tl.constexpr, PTX: tl.constexpr, QUADS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr, UPCAST: tl.constexpr, TWO_TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (row blocks, token blocks, splits of K). With SPLIT every program stores its sum in partial float32
     [splits, M, N]; whoever arrives last at arrivals int32 [row blocks * token blocks] (0 before and after) adds the
@@ -191,7 +173,7 @@ def few_tokens_kernel(
     result = accumulate(
         x_ptr, packed_ptr, scale_ptr, zero_ptr, row_block, token_block, first_step, first_step + steps_per_split, M, N,
         K, stride_x, stride_sn, stride_sg, stride_zn, stride_zg, magic, BITS, GROUP, ASYMMETRIC, EVEN_K, BLOCK_N,
-        BLOCK_M, UPCAST, codebook_ptr, LOOKUP, PER_ROW, PTX, QUADS, TWO_TILES,
+        BLOCK_M, UPCAST, codebook_ptr, LOOKUP, PER_ROW, PTX, QUADS,
     )  # fmt: skip
     rows = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = token_block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -212,7 +194,7 @@ def many_tokens_kernel(
     x_ptr, packed_ptr, scale_ptr, zero_ptr, codebook_ptr, bias_ptr, out_ptr, M, N, K, stride_x, stride_sn, stride_sg,
     stride_zn, stride_zg, magic, BITS: tl.constexpr, GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, LOOKUP: tl.constexpr, PER_ROW: tl.constexpr, PTX: tl.constexpr,
-    QUADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, UPCAST: tl.constexpr, TWO_TILES: tl.constexpr,
+    QUADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (token blocks, row blocks): token blocks of one row block are neighbours in time, so that its packed
     weights are read from memory once and then found in the L2 cache."""
@@ -247,7 +229,6 @@ def many_tokens_kernel(
         PER_ROW,
         PTX,
         QUADS,
-        TWO_TILES,
     )
     rows = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = token_block * BLOCK_M + tl.arange(0, BLOCK_M)
