@@ -64,9 +64,9 @@ compiled() {
     echo "compiled in $((SECONDS - first)) s" | tee -a "$out/gpu.log"
 }
 
-# a benchmark begins no case in the last 30 seconds, to write its record
+# a benchmark begins no case in the last 10 seconds, to write its record
 bench() {
-    local script=$root/benchmarks/$1.py name=$2 left=$((end - SECONDS - 30)); shift 2
+    local script=$root/benchmarks/$1.py name=$2 left=$((end - SECONDS - 10)); shift 2
     limited "$python" "$script" --output "$out/$name.json" --seconds $((left > 1 ? left : 1)) \
         ${dry[@]+"${dry[@]}"} "$@" ${only[@]+"${only[@]}"}
 }
