@@ -11,6 +11,9 @@ from hf_efficient.kernels.flash_paged import config, decode, decode_codes
 
 
 BITS = {None: 16, "int8": 8, "fp8": 8, "int4": 4, "int2": 2}
+# Most loads and stores of spilled registers in a loop. With them, one warp of 32 keys of so few bits was the fastest
+# configuration on an H200; it has all 255 registers that a thread can have.
+SPILLED = {"int4": 30, "int2": 30}
 OPTIONAL = {"lse": "*fp32", "sinks": "*fp32", "slopes": "*fp32", "tree_mask": "*i64"}
 
 
@@ -30,7 +33,7 @@ def build(target, name, dim, page_size, value_dim=None, rows=4, dtype="bf16", op
         constexprs |= {"BLOCK_N": tile.block_n, "BLOCK_D": power_of_two(dim), "BLOCK_DV": block_dv}
         registers = tile.registers
     else:
-        codes = config.codes_config(max(dim, value_dim), rows, 0 if bits == 8 else 64, backend)
+        codes = config.codes_config(max(dim, value_dim), rows, bits, page_size if bits == 8 else 64, backend)
         kernel, tile = (
             decode_codes.decode_codes_kernel,
             config.Config(codes.block_m, codes.keys * codes.warps, codes.warps, 1),
@@ -45,7 +48,7 @@ def build(target, name, dim, page_size, value_dim=None, rows=4, dtype="bf16", op
         }
         constexprs |= {"BITS": bits, "IS_FLOAT": name == "fp8", "TOKENS": 1, "CHANNEL_GROUPS": 1, "RING": 0}
         constexprs["PTX"], block_dv = backend == "nvidia", sizes[1] * 8 // bits
-        constexprs |= {"AHEAD": codes.ahead, "EARLY": codes.early, "MOVE": codes.move and dtype != "fp32"}
+        constexprs |= {"VALUES_AHEAD": codes.values_ahead, "MOVE": codes.move and dtype != "fp32"}
         registers = codes.registers
     real_rows = min(tile.block_m, 1 << (rows - 1).bit_length())
     step = decode.parts_at_once(real_rows, block_dv, (tile if name is None else codes).programs_per_processor)
@@ -72,14 +75,15 @@ def build(target, name, dim, page_size, value_dim=None, rows=4, dtype="bf16", op
     )
 
 
-def check(compiled):
-    """Only addresses for the end of a lane may spill: nothing in a loop over keys."""
+def check(compiled, spilled):
+    """Only addresses for the end of a lane may spill: no more than `spilled` in a loop over keys."""
     if compiled.target == "gfx942":
         # Scalar registers are spilled into lanes of vector registers (many strides), which costs no memory traffic.
         memory = (".vgpr_spill_count", ".private_segment_fixed_size")
         assert all(re.findall(rf"{re.escape(key)}:\s*(\d+)", compiled.asm["amdgcn"]) == ["0"] for key in memory)
     else:
-        assert not any(sass.count(loop, "LDL", "STL") for loop in sass.loops(compiled.machine_code)), compiled
+        loops = sass.loops(compiled.machine_code)
+        assert max(sass.count(loop, "LDL", "STL") for loop in loops) <= spilled, compiled
     assert compiled.shared <= SHARED[compiled.target] * 1024, compiled
 
 
@@ -102,7 +106,7 @@ def check(compiled):
 )
 def test_decode(target, name, dim, page_size, rest):
     compiled = build(target, name, dim, page_size, **rest)
-    check(compiled)
+    check(compiled, SPILLED.get(name, 0))
     # 16 rows are too few for the matrix instructions of warp groups: mma.sync on every NVIDIA GPU
     assert compiled.count("v_mfma" if target == "gfx942" else "HMMA") > 0
     if target != "gfx942":
@@ -115,9 +119,11 @@ def test_decode(target, name, dim, page_size, rest):
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_operands_of_codes_change_neither_lanes_nor_memory(name):
-    """In the loop over pages, only weights do, from the sums of one product to the operand of the next."""
+    """In the loop over pages nothing goes through shared memory. Weights change lanes between the two products, by
+    movmatrix, and the largest score of a warp is found by exchanges."""
     loop = max(sass.loops(build("sm_90", name, 128, 64).machine_code), key=lambda names: sass.count(names, "HMMA"))
-    assert sass.count(loop, "LDS", "STS") <= 12 and sass.count(loop, "SHFL") <= 6 and sass.count(loop, "I2F") == 0
+    assert sass.count(loop, "LDS", "STS", "BAR", "I2F") == 0
+    assert sass.count(loop, "SHFL") <= 6 and sass.count(loop, "MOVM") > 0
 
 
 def prefetched(compiled):

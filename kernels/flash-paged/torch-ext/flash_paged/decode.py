@@ -180,14 +180,14 @@ def attend_few(
         options = {"BLOCK_N": block_n, "BLOCK_D": max(16, triton.next_power_of_2(head_dim)), "BLOCK_DV": block_dv}
         options |= {"num_stages": config.num_stages}
     else:
-        tokens = 0 if quantized.bits == 8 else page_size // quantized.k_scale.shape[1]
-        kernel, config = decode_codes_kernel, codes_config(max(head_dim, value_dim), rows, tokens)
+        tokens = page_size if quantized.bits == 8 else page_size // quantized.k_scale.shape[1]
+        kernel, config = decode_codes_kernel, codes_config(max(head_dim, value_dim), rows, quantized.bits, tokens)
         warps, block_n = config.warps, config.keys * config.warps
         arrays, beside, options = _codes(k, v, head_dim, quantized)
         block_dv = options["VALUE_BYTES"] * 8 // quantized.bits
         options |= {"WARPS": warps, "KEYS": config.keys, "magic": MAGIC, "PTX": is_nvidia}
         is_half = q.dtype != torch.float32
-        options |= {"AHEAD": config.ahead, "EARLY": config.early, "MOVE": config.move and is_half}
+        options |= {"VALUES_AHEAD": config.values_ahead, "MOVE": config.move and is_half}
         capacity += options["RING"]
 
     if is_nvidia and config.registers is not None:

@@ -19,7 +19,7 @@ Queries are float16 in the products, divided by a power of two that keeps them b
 import triton
 import triton.language as tl
 
-from .code_loads import after_loads, find_slots, load_numbers, load_queries, load_tile, page_at, tokens_present
+from .code_loads import find_slots, load_numbers, load_queries, load_tile, page_at, tokens_present
 from .code_operands import (
     channel_numbers,
     channel_of_column,
@@ -70,8 +70,8 @@ def decode_codes_kernel(
     KEYS: tl.constexpr, BYTES: tl.constexpr, VALUE_BYTES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr, TOKENS: tl.constexpr,
-    CHANNEL_GROUPS: tl.constexpr, RING: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr, MOVE: tl.constexpr,
-    EARLY: tl.constexpr,
+    CHANNEL_GROUPS: tl.constexpr, RING: tl.constexpr, PTX: tl.constexpr, VALUES_AHEAD: tl.constexpr,
+    MOVE: tl.constexpr,
 ):  # fmt: skip
     """As `decode_kernel`; k and v are int32 words of codes, with strides in words. BYTES and VALUE_BYTES cover the
     codes of a token and head. 8 bits: k_scale and v_scale have the same strides, those of groups, tails and
@@ -173,28 +173,22 @@ def decode_codes_kernel(
         for start in tl.range(first_key, tl.minimum(last_key, end), BLOCK_N, num_stages=1):
             start = tl.multiple_of(start, BLOCK_N)
             further_page = page_at(own_table, start + 2 * BLOCK_N, end, PAGE_SIZE, BLOCK_N)
-            tile_start = start if AHEAD == 0 else start + BLOCK_N
             next_key, next_even, next_odd, next_key_scale, next_key_min = load_tile(
-                keys, values, key_scales, key_mins, own_table, page if AHEAD == 0 else next_page, tile_start, end,
-                stride_kb, stride_kt, stride_vb, stride_vt, stride_ksb, stride_ksg, key_place, value_place,
-                channel_place, WIDTH, BYTES, VALUE_WIDTH, VALUE_BYTES, TOKENS, PAGE_SIZE, BLOCK_N, KEYS, ONE_GROUP,
+                keys, values, key_scales, key_mins, own_table, next_page, start + BLOCK_N, end, stride_kb, stride_kt,
+                stride_vb, stride_vt, stride_ksb, stride_ksg, key_place, value_place, channel_place, WIDTH, BYTES,
+                VALUE_WIDTH, VALUE_BYTES, TOKENS, PAGE_SIZE, BLOCK_N, KEYS, ONE_GROUP,
             )  # fmt: skip
-            if AHEAD == 1 or AHEAD == 3:
-                _, even_here, odd_here, scale_here, key_min = load_tile(
-                    keys, values, key_scales, key_mins, own_table, page, start, end, stride_kb, stride_kt, stride_vb,
-                    stride_vt, stride_ksb, stride_ksg, key_place, value_place, channel_place, WIDTH, BYTES,
-                    VALUE_WIDTH, VALUE_BYTES, TOKENS, PAGE_SIZE, BLOCK_N, KEYS, ONE_GROUP,
-                )  # fmt: skip
-                if AHEAD == 1:
-                    even, odd, key_scale = even_here, odd_here, scale_here
-            if AHEAD == 0:
-                key, even, odd, key_scale, key_min = next_key, next_even, next_odd, next_key_scale, next_key_min
+            _, even_here, odd_here, scale_here, key_min = load_tile(  # the compiler drops loads that nothing uses
+                keys, values, key_scales, key_mins, own_table, page, start, end, stride_kb, stride_kt, stride_vb,
+                stride_vt, stride_ksb, stride_ksg, key_place, value_place, channel_place, WIDTH, BYTES, VALUE_WIDTH,
+                VALUE_BYTES, TOKENS, PAGE_SIZE, BLOCK_N, KEYS, ONE_GROUP,
+            )  # fmt: skip
+            if not VALUES_AHEAD:
+                even, odd, key_scale = even_here, odd_here, scale_here
             next_of_key, next_of_value, next_min_of_value = load_numbers(
                 key_scales, value_scales, value_mins, own_table, next_page, start + BLOCK_N, end, stride_ksb,
                 stride_ksg, stride_vsb, stride_vst, PAGE_SIZE, BLOCK_N, KEYS, WARPS, GROUPED, CHANNEL_GROUPS,
             )  # fmt: skip
-            if EARLY and PTX:
-                magic = after_loads(magic)
             keys_here = key_operand(key, magic, WARPS, KEYS, BYTES, BITS, IS_FLOAT, HALF, PTX)
             present = tokens_present(own_table, page, start, warp_key + own_key, end, PAGE_SIZE, BLOCK_N, KEYS)
             if not GROUPED:
@@ -249,7 +243,7 @@ def decode_codes_kernel(
             # (tl.fma, as the compiler would make it that in a sum)
             product = dot(value, operand_of_weights(p.to(HALF), WARPS, KEYS, BLOCK_M, MOVE, PTX))
             acc = tl.fma(acc, tl.broadcast_to(shrink, acc.shape), product)
-            key, even, odd, key_scale, key_min = next_key, next_even, next_odd, next_key_scale, next_key_min
+            key, even, odd, key_scale = next_key, next_even, next_odd, next_key_scale
             of_key, of_value, min_of_value = next_of_key, next_of_value, next_min_of_value
             page, next_page = next_page, further_page
         # plus 0, as the compiler cannot know: it would compute what follows before the loop, and hold it in registers
