@@ -32,7 +32,7 @@ import kernel_counts  # noqa: E402
 import launch_counts  # noqa: E402
 
 from hf_efficient.evaluation import environment  # noqa: E402
-from hf_efficient.kernels.efficient_linear import launch_configs, w8a8_configs  # noqa: E402
+from hf_efficient.kernels.efficient_linear import w8a8_configs  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ MACHINES = [
     Machine("H200", "sm_90", 4.3e12, 132 * 128 * 1.83e9, 790e12, 5.5e12),
     Machine("B200", "sm_100", 7.2e12, 148 * 128 * 1.85e9, 1600e12, 9.0e12),
 ]
+ROWS_OF_A_PROGRAM = 64  # of the weight; it reads all tokens
 ISSUED = 0.6  # of the issue slots, in loops with barriers and waits: an assumption
 LAUNCH = 2e-6  # seconds from kernel to kernel in a graph
 
@@ -100,12 +101,6 @@ ROWS = [
 ]
 
 
-def rows_of_a_program(row: Row, machine: Machine) -> int:
-    """Of the weight; it reads all tokens."""
-    is_wide = row.case == "W4A16, up to 64 rows" and machine.target != "sm_89"
-    return launch_configs.WIDE_64.block_n if is_wide else 64
-
-
 def numbers_of(row: Row) -> float:
     if row.kind == "linear":
         return SHAPE[0] * SHAPE[1]
@@ -128,7 +123,7 @@ def predict(row: Row, case: kernel_counts.Case, machine: Machine) -> dict:
     numbers = numbers_of(row)
     instructions, counted_on = counted(case, machine)
     width = 1 if row.case.startswith("W8A8") else 2  # bytes of an input
-    tokens_again = width * row.rows * numbers / rows_of_a_program(row, machine) if row.kind == "linear" else 0.0
+    tokens_again = width * row.rows * numbers / ROWS_OF_A_PROGRAM if row.kind == "linear" else 0.0
     parts = {
         "memory": numbers * row.bits / 8 / machine.copy,
         "instructions": numbers * instructions / (machine.lanes * ISSUED),
@@ -217,7 +212,6 @@ def main(arguments: list[str] | None = None) -> int:
         "machines": [asdict(machine) for machine in MACHINES],
         "predictions": predictions,
         "launches": launches,
-        "measured": lines,
     }
     harness.write(options.output, harness.rounded(report))
     harness.write_table(options.output, table(predictions, launches))
