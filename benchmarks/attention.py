@@ -18,7 +18,6 @@ from gpu_timing import Benchmark, error, lowest, speedup
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
 from hf_efficient.kernels import flash_paged
-from hf_efficient.kernels.flash_paged import forward
 
 
 HIDDEN = 2048
@@ -100,25 +99,6 @@ def checked(out, tensors, causal) -> float:
         )
         for rows, heads in parts
     )
-
-
-def hopper_prefill(bench: Benchmark, length: int, batch: int, dim: int, causal: bool) -> None:
-    """The warp-specialised kernel beside the portable one. It runs last because it has never run: it may hang."""
-    heads = 2 if bench.tiny else HIDDEN // dim
-    copies = bench.copies_of(6 * batch * length * heads * dim)
-    data = [[bench.random(batch, length, heads, dim) for _ in range(3)] for _ in range(copies)]
-    work = 8 * batch * length * heads * dim, 4 * batch * heads * length**2 * dim * (0.5 if causal else 1)
-    for variant in forward.VARIANTS:
-
-        def attend(i, variant=variant):
-            options = dict(softmax_scale=dim**-0.5, window=(-1, 0 if causal else -1), softcap=0.0, s_aux=None)
-            return forward.attend(*data[i], length, **options, variant=variant)[0]
-
-        def check(attend=attend):
-            return checked(attend(0), data[0], causal)
-
-        case = dict(kernel=f"flash_paged prefill, {variant}", ours=True, D=dim, S=length, B=batch, causal=causal)
-        bench.record(case, attend, len(data), *work, check)
 
 
 def packed_prefill(bench: Benchmark, lengths: list[int], dim: int = 128) -> None:
@@ -344,7 +324,6 @@ def tiny_cases(bench: Benchmark) -> None:
     prefill(bench, 40, 1, 64, True)
     packed_prefill(bench, [17, 1, 40], 64)
     cache_writes(bench, 32, 64)
-    hopper_prefill(bench, 140, 1, 64, True)
 
 
 def cases(bench: Benchmark) -> None:
@@ -364,8 +343,6 @@ def cases(bench: Benchmark) -> None:
     packed_prefill(bench, [17, 4096, 300, 1024, 1, 2000, 3000, 1500])
     if bench.ours:
         cache_writes(bench, 8192)
-        for (length, batch), dim, causal in itertools.product(lengths, [d for d in dims if d <= 128], [False, True]):
-            hopper_prefill(bench, length, batch, dim, causal)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -7,7 +7,7 @@
 #   1  tests of models that need a GPU, and the kernels' numeric tests natively; then compute-sanitizer over one decode
 #      and one 4-bit product
 #   2  attention beside its peers      3  linear layers beside theirs
-#   4  generate() of an 8B shape: transformers' loop and ours      5  warp-specialised attention alone: it may hang
+#   4  generate() of an 8B shape: transformers' loop and ours
 #   all  one after the other in N seconds together; what a stage leaves, the next ones have
 #
 # Results are written under $OUT (default: output/gpu), at most 8 files, and everything printed to $OUT/gpu.log.
@@ -27,7 +27,7 @@ while [[ $# -gt 0 ]]; do
         *) usage ;;
     esac
 done
-[[ $stage =~ ^([1-5]|all)$ ]] || usage
+[[ $stage =~ ^([1-4]|all)$ ]] || usage
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 out=${OUT:-$root/output/gpu} cache=${CACHE:-$root/output/gpu_cache} python=${PYTHON:-python3} end=$((SECONDS + seconds))
@@ -39,7 +39,6 @@ ln -s "$root"/hf_efficient/* "$package/hf_efficient/"
 ln -s "$root/integrations" "$package/hf_efficient/integrations"
 export PYTHONPATH=$package:$root/tests${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor
-export FLASH_PAGED_FORWARD=portable  # stage 5 names the other
 
 dry=() jobs=$(nproc) && jobs=$((jobs > 15 ? 15 : jobs)) parts=$jobs
 if [[ -n ${DRY:-} ]]; then
@@ -74,10 +73,9 @@ bench() {
 pytest=("$python" -m pytest -q --tb short -p no:cacheprovider -c "$root/setup.cfg" --rootdir "$root")
 
 run_stage() {
-    local status=0 tool cases select only=(${only[@]+"${only[@]}"})
+    local status=0 tool cases select=${only[1]:-}
     case $1 in
         1)
-            select="not hopper and not warp_specialized${only[1]:+ and (${only[1]})}"
             local files=("$root"/tests/kernels/test_*_numeric.py) side=() models
             [[ -n ${DRY:-} ]] && files=("$root/tests/kernels/test_efficient_linear_gate_up_numeric.py")
             mapfile -t models < <(grep -rl --include='test_*.py' 'mark\.gpu' "$root/tests" | grep -v /kernels/)
@@ -99,20 +97,17 @@ run_stage() {
                 echo "compute-sanitizer: not found" | tee -a "$out/gpu.log"
             fi
             return $status ;;
-        2)
-            [[ ${#only[@]} -eq 0 ]] && only=(--only '^(?!flash_paged prefill, )')
-            compiled attention --quick; bench attention attention --quick ;;
+        2) compiled attention --quick; bench attention attention --quick ;;
         3) compiled linear --quick; bench linear linear --quick ;;
         4) bench gpu_generate generate ;;
-        5) [[ ${#only[@]} -eq 0 ]] && only=(--only '^flash_paged prefill, '); bench attention warp_specialised --quick ;;
     esac
 }
 
 if [[ $stage != all ]]; then
     run_stage "$stage"; exit $?
 fi
-failed=0 last=$end shares=(0 30 25 25 17 3)
-for stage in 1 2 3 4 5; do
+failed=0 last=$end shares=(0 30 26 26 18)
+for stage in 1 2 3 4; do
     rest=0; for share in "${shares[@]:stage}"; do rest=$((rest + share)); done
     end=$((SECONDS + (last - SECONDS) * shares[stage] / rest))
     echo "== stage $stage, for $((end - SECONDS)) seconds" | tee -a "$out/gpu.log"

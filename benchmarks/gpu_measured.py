@@ -52,7 +52,6 @@ LINES = {
     "trellis of 2 bits, up to 16 rows": _product("trellis of 2 bits", 1),
     "W8A8 int8, 8192 x 8192 x 8192": _product("W8A8 int8, product only", 8192, 8192, 8192),
     "prefill, heads of 128 channels": _prefill("flash_paged prefill"),
-    "prefill, warp specialised, heads of 128 channels": _prefill("flash_paged prefill, warp_specialized"),
     **{
         f"Llama-3.1-8B in {weights}, one sequence, tokens/s": (
             dict(kernel="graphs", weights=weights, rows=1),

@@ -152,7 +152,7 @@ def line(kernel, machine, parts, dense, goal, instructions=None, counted_on=None
     }
 
 
-def prefill(case: kernel_counts.Case, machine: Machine, is_overlapped: bool) -> dict:
+def prefill(case: kernel_counts.Case, machine: Machine) -> dict:
     """16k tokens with heads of 128 channels, full, against a product of as many operations. A thread of 256 computes
     half a row of 64 keys."""
     heads, length, dim = 16, 16384, 128
@@ -160,7 +160,7 @@ def prefill(case: kernel_counts.Case, machine: Machine, is_overlapped: bool) -> 
     instructions, counted_on = counted(case, machine)
     matrix = operations / machine.matrix
     issued = instructions * 2 * heads * length**2 / 64 / (machine.lanes * ISSUED)
-    parts = {"matrix": matrix, "instructions": issued if is_overlapped else issued + matrix}
+    parts = {"matrix": matrix, "instructions": issued + matrix}
     return line(case.name, machine, parts, matrix, 0.84, instructions, counted_on, case.budget)
 
 
@@ -198,9 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
     four_bits, predictions = cases["W4A16, up to 16 rows"], []
     for machine in MACHINES:
         predictions += [predict(row, cases[row.case], machine) for row in ROWS]
-        predictions += [prefill(cases["prefill, heads of 128 channels"], machine, False), square_w8a8(machine)]
-        if machine.target == "sm_90":
-            predictions.append(prefill(cases["prefill, warp specialised, heads of 128 channels"], machine, True))
+        predictions += [prefill(cases["prefill, heads of 128 channels"], machine), square_w8a8(machine)]
         predictions.append(tokens("bf16", kernels["bf16"], None, machine, 243))
         predictions.append(tokens("int4", kernels["int4"], four_bits, machine, 660))
     lines = gpu_measured.lines_of(options.measured)

@@ -26,7 +26,7 @@ from hf_efficient.kernels.efficient_linear import (
     trellis_packing,
     w8a8_configs,
 )
-from hf_efficient.kernels.flash_paged import config, forward_hopper
+from hf_efficient.kernels.flash_paged import config
 
 
 @dataclass(frozen=True)
@@ -156,20 +156,6 @@ def _prefill(budget: float, held: tuple[float, float]) -> Case:
     )
 
 
-def _warp_specialised(budget: float, held: float) -> Case:
-    """Of the warps that compute, for a causal mask."""
-    return Case(
-        "prefill, warp specialised, heads of 128 channels",
-        lambda target: test_flash_paged_aot.compile_hopper(128),
-        forward_hopper.CONFIG.block_n / 64,
-        1,
-        "64 keys, of one thread",
-        budget,
-        (held, held),
-        is_masked=True,
-    )
-
-
 CASES = [
     _decode(None, 64, 3.2, (2.47, 2.52)),
     _decode(None, 16, 4.0, (2.59, 2.60)),
@@ -185,5 +171,4 @@ CASES = [
     _sparse24(True, (3.83, 5.2)),
     _trellis(16, (11.4, 11.5)),
     _prefill(240, (366, 545)),
-    _warp_specialised(240, 233),
 ]

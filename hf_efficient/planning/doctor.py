@@ -60,7 +60,6 @@ VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "which GPUs are seen",
     "HIP_VISIBLE_DEVICES": "which GPUs are seen",
     "TRITON_CACHE_DIR": "where compiled Triton kernels are kept",
-    "FLASH_PAGED_FORWARD": "which kernel computes prompts on compute capability 9: portable or warp_specialized",
     "FLASH_PAGED_DEBUG": "attention checks its arguments, and waits for the GPU to do so",
     "LD_PRELOAD": "libraries put before all others",
 }
@@ -249,7 +248,7 @@ def _examine_gpu(index: int) -> Finding:
     name, properties = f"gpu {index}", torch.cuda.get_device_properties(index)
     what = f"{properties.name}, {properties.total_memory / GIGABYTE:.0f} GB"
     if torch.version.hip:
-        return Finding(name, "ok", f"{what}, ROCm {torch.version.hip}: Triton kernels but those of Hopper")
+        return Finding(name, "ok", f"{what}, ROCm {torch.version.hip}: Triton kernels")
     capability = properties.major, properties.minor
     what += f", compute capability {capability[0]}.{capability[1]}"
     if capability < (8, 0):

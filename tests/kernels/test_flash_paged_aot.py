@@ -5,7 +5,7 @@ import aot
 import pytest
 import torch
 
-from hf_efficient.kernels.flash_paged import config, forward, forward_hopper, tiles
+from hf_efficient.kernels.flash_paged import config, forward, tiles
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -31,28 +31,18 @@ def build(kernel, constexprs, pointers, target, tile, unaligned=UNALIGNED, regis
     )
 
 
-def compile_forward(
-    target, dim, value_dim=None, dtype="bf16", page_size=0, queries=999, options=False, packed=False, edge=0
-):
-    """`forward_kernel` as launched: causal, or with every option; on dense or packed keys (page_size 0) or pages; edge:
-    as beside `hopper_kernel`."""
+def compile_forward(target, dim, value_dim=None, dtype="bf16", page_size=0, queries=999, options=False, packed=False):
+    """`forward_kernel` as launched: causal, or with every option; on dense or packed keys (page_size 0) or pages."""
     value_dim = value_dim or dim
     tile = config.forward_config(DTYPES[dtype], max(dim, value_dim), queries, page_size, KIND[target])
     pointers = dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}")
     pointers["sinks"] = pointers["slopes"] = "*fp32" if options else None
-    pointers["lse"] = "*fp32" if options or edge else None
+    pointers["lse"] = "*fp32" if options else None
     pointers["block_table"] = "*i32" if page_size else None
     pointers["cache_seqlens"] = "*i32" if page_size and not packed else None
     pointers["cu_seqlens_q"] = pointers["cu_seqlens_k"] = "*i32" if packed else None
     constexprs = {"GROUP": 4, "HEAD_DIM": dim, "VALUE_DIM": value_dim, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-    constexprs |= {
-        "SEARCH": packed and not edge,
-        "EDGE": edge,
-        "PAGE_SIZE": page_size,
-        "HAS_LEFT": options,
-        "HAS_RIGHT": True,
-        "SOFTCAP": options,
-    }
+    constexprs |= {"SEARCH": packed, "PAGE_SIZE": page_size, "HAS_LEFT": options, "HAS_RIGHT": True, "SOFTCAP": options}
     constexprs["BLOCK_D"], constexprs["REST_D"] = tiles.split_dim(dim)
     constexprs["BLOCK_DV"], constexprs["REST_DV"] = tiles.split_dim(value_dim)
     return build(forward.forward_kernel, constexprs, pointers, target, tile)
@@ -91,26 +81,3 @@ def test_pages_are_prefetched(target):
 @pytest.mark.parametrize("target, dim, dtype, page_size", [("sm_90", 80, "fp16", 16), ("sm_80", 64, "fp32", 0)])
 def test_every_option(target, dim, dtype, page_size):
     check(compile_forward(target, dim, dtype=dtype, page_size=page_size, options=True))
-
-
-def compile_hopper(dim, causal=True):
-    """`hopper_kernel` as launched, on packed sequences."""
-    tile = forward_hopper.CONFIG
-    pointers = {**dict.fromkeys(("q", "k", "v", "out"), "*bf16"), "lse": "*fp32"}
-    pointers["cu_seqlens_q"] = pointers["cu_seqlens_k"] = "*i32"
-    constexprs = {"GROUP": 4, "HEAD_DIM": dim, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "CAUSAL": causal}
-    return build(forward_hopper.hopper_kernel, constexprs, pointers, "sm_90", tile)
-
-
-@pytest.mark.parametrize("dim", [64, 128])
-def test_hopper(dim):
-    compiled = compile_hopper(dim)
-    check(compiled)
-    assert compiled.count("HGMMA") > 0 and compiled.count("UTMALDG") > 0
-    assert compiled.count("LDGSTS") == 0, "all tiles come through the TMA"
-    assert compiled.count("USETMAXREG") > 0, "registers move from the loading to the computing warps"
-
-
-def test_the_edges_beside_hopper():
-    check(compile_forward("sm_90", 128, packed=True, edge=forward_hopper.CONFIG.block_n))
-    assert config.forward_config(torch.bfloat16, 128, 999, 0, "sm_90").block_m == forward_hopper.CONFIG.block_m

@@ -1,5 +1,5 @@
 """The prefill kernels against float64 where sequences are longer than a tile of queries and a block of keys: blocks at
-the edges and between them, pages smaller and larger than a block, the order of programs, and the kernels for Hopper."""
+the edges and between them, pages smaller and larger than a block, and the order of programs."""
 
 import pytest
 import torch
@@ -167,97 +167,12 @@ class Noted:
         return run
 
 
-def launch(q, k, v, queries, causal, variant, **others):
-    """forward.attend with neither windows nor softcap nor sinks unless `others` say so."""
-    plain = {"softmax_scale": 0.2, "window": (-1, 0 if causal else -1), "softcap": 0.0, "s_aux": None}
-    return forward.attend(q, k, v, queries, **{**plain, **others}, return_lse=True, variant=variant)
-
-
-def hopper_or_skip(device):
-    if device == "cuda" and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("the device is not of compute capability 9")
-
-
-@pytest.mark.parametrize(
-    "queries, keys, dim, causal, dtype",
-    [
-        (200, 330, 64, True, torch.float16),
-        (130, 256, 64, False, torch.float16),  # whole blocks of keys: none at the edge
-        (140, 70, 64, True, torch.float16),  # none but at the edge, and queries that see no key
-        (70, 150, 128, False, torch.bfloat16),
-    ],
-)
-def test_hopper(kernel_device, queries, keys, dim, causal, dtype):
-    hopper_or_skip(kernel_device)
-    made = {"dtype": dtype, "device": kernel_device}
-    q, k, v = random(2, queries, 2, dim, **made), random(2, keys, 1, dim, **made), random(2, keys, 1, dim, **made)
-    chosen = {"softmax_scale": 0.2, "causal": causal, "return_attn_probs": True}
-    check(
-        launch(q, k, v, queries, causal, "warp_specialized"), fp.flash_attn_func_reference(q.double(), k, v, **chosen)
-    )
-
-
-def test_hopper_varlen(kernel_device):
-    hopper_or_skip(kernel_device)
-    made = {"dtype": torch.float16, "device": kernel_device}
-    queries, keys = (*LENGTHS_Q, 0), (*LENGTHS_K, 9)  # the last sequence begins behind the queries
-    q = random(sum(queries), 1, 64, **made)
-    k, v = random(sum(keys), 1, 64, **made), random(sum(keys), 1, 64, **made)
-    lengths = {"cu_seqlens_q": queries, "cu_seqlens_k": keys}
-    starts = {name: cumulative(held, kernel_device) for name, held in lengths.items()}
-    chosen = {"softmax_scale": 0.2, "causal": True, "return_attn_probs": True}
-    expected = fp.flash_attn_varlen_func_reference(q.double(), k, v, *starts.values(), 150, 256, **chosen)
-    check(launch(q, k, v, 150, True, "warp_specialized", **starts), expected)
-
-
-def test_hopper_says_what_it_cannot(kernel_device):
-    hopper_or_skip(kernel_device)
-    q = torch.zeros(1, 128, 2, 64, dtype=torch.float16, device=kernel_device)
-    for message, tensors, others in (
-        ("16-bit", [q.float()] * 3, {}),
-        ("head dim", [q[..., :32]] * 3, {}),
-        ("16 bytes", [q.new_zeros(1, 128, 2, 68)[..., 4:]] * 3, {}),
-        ("window", [q] * 3, {"window": (5, 0)}),
-        ("64 queries", [q[:, :64], q, q], {}),
-        ("portable", [q] * 3, {"softcap": 1.0}),
-        ("portable", [q] * 3, {"alibi_slopes": torch.ones(2, device=kernel_device)}),
-    ):
-        with pytest.raises(ValueError, match=message):
-            launch(*tensors, tensors[0].shape[1], True, "warp_specialized", **others)
-    with pytest.raises(ValueError, match="allowed are"):
-        launch(q, q, q, 128, True, "cutlass")
-
-
-def test_hopper_where_the_environment_names_it(kernel_device, monkeypatch):
-    """Where it can compute the call; the portable kernel serves the others."""
-    hopper_or_skip(kernel_device)
-    q, launched = random(1, 140, 2, 64, dtype=torch.float16, device=kernel_device), []
-
-    def attend_hopper(*tensors, attend=forward.forward_hopper.attend_hopper, **options):
-        launched.append(tensors[0].shape[1])
-        attend(*tensors, **options)
-
-    monkeypatch.setattr(forward.forward_hopper, "attend_hopper", attend_hopper)
-    for name, expected in ((None, []), ("portable", []), ("warp_specialized", [140])):
-        monkeypatch.setattr(forward, "NAMED", name)
-        for options in ({"causal": True}, {"causal": True, "softcap": 2.0}):
-            options["return_attn_probs"] = True
-            check(fp.flash_attn_func(q, q, q, **options), fp.flash_attn_func_reference(q.double(), q, q, **options))
-        assert launched == expected
-    monkeypatch.setattr(forward, "NAMED", "cutlass")
-    with pytest.raises(ValueError, match="FLASH_PAGED_FORWARD is 'cutlass'"):
-        fp.flash_attn_func(q, q, q)
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", ["portable", "warp_specialized"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_native_sizes(kernel_device, dim, causal, variant):
+def test_native_sizes(kernel_device, dim, causal):
     """Sizes where loads are pipelined and programs race: too slow to interpret."""
-    if variant != "portable":
-        hopper_or_skip(kernel_device)
     made = {"dtype": torch.bfloat16, "device": kernel_device}
     q, k, v = random(2, 2100, 8, dim, **made), random(2, 2100, 2, dim, **made), random(2, 2100, 2, dim, **made)
     chosen = {"softmax_scale": 0.2, "causal": causal, "return_attn_probs": True}
-    check(launch(q, k, v, 2100, causal, variant), fp.flash_attn_func_reference(q.double(), k, v, **chosen))
+    check(fp.flash_attn_func(q, k, v, **chosen), fp.flash_attn_func_reference(q.double(), k, v, **chosen))

@@ -7,13 +7,10 @@ Head dims that are no power of two are computed in two parts (96 = 64 + 32, see 
 multiply few zeros.
 """
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 
-from . import forward_hopper
 from .config import forward_config, gpu_kind, launch_device
 from .forward_launch import lse_strides, most_are_empty, packed_tiles, pairs_a_section, token_strides
 from .tiles import (
@@ -28,10 +25,6 @@ from .tiles import (
     split_dim,
     subtract_alibi,
 )
-
-
-VARIANTS = ("portable", "warp_specialized")
-NAMED = os.environ.get("FLASH_PAGED_FORWARD")  # the variant for prompts that it can compute
 
 
 @triton.jit
@@ -100,13 +93,12 @@ def forward_kernel(
     seqlen_q, seqlen_k, appended, heads, tiles, pairs, section, fewest, scale, cap, left, right,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, SEARCH: tl.constexpr, EDGE: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
     """Query lengths: cu_seqlens_q or seqlen_q. Key lengths: cache_seqlens plus `appended`, cu_seqlens_k or seqlen_k;
     with pages seqlen_k is what a row of the block table holds. Absent pointers are None. SEARCH: programs are `heads`
     times the tiles that all packed sequences can have, and each finds its own (`packed_tile`) among those of at least
-    `fewest` queries. EDGE: where it is not 0, blocks of so many keys that all queries of a tile see are left to
-    `hopper_kernel`."""
+    `fewest` queries."""
     if SEARCH:
         head = tl.program_id(0) % heads
         sequence, tile = packed_tile(tl.program_id(0) // heads, cu_seqlens_q, pairs // heads, fewest, BLOCK_M)
@@ -168,9 +160,6 @@ def forward_kernel(
         high = tl.minimum(position + right + 1, length)
         end = tl.minimum(tl.minimum(first_m + BLOCK_M, seqlen_q) + shift + right, length)
         outer = tl.minimum(tl.maximum(first_m + shift + right + 1, 0), length)
-    if EDGE:
-        begin = outer // EDGE * EDGE
-        inner = begin
     outer = tl.maximum(outer // BLOCK_N * BLOCK_N, begin)
     inner = tl.minimum(inner, outer)
 
@@ -214,21 +203,16 @@ def attend(
     window: tuple[int, int], softcap: float, s_aux: torch.Tensor | None, alibi_slopes: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None,
     cache_seqlens: torch.Tensor | None = None, appended: int = 0, block_table: torch.Tensor | None = None,
-    return_lse: bool = False, variant: str | None = None, fewest: int = 0,
+    return_lse: bool = False, fewest: int = 0,
     into: tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Launches a forward kernel on checked arguments. Returns (out, softmax_lse or None).
+    """Launches `forward_kernel` on checked arguments. Returns (out, softmax_lse or None).
 
     q is [B, Sq, Hq, D], or [Tq, Hq, D] with cu_seqlens_q. k and v are [B, Sk, Hk, D], [Tk, Hk, D] with cu_seqlens_k, or
     pages with block_table. window -1 is no limit. alibi_slopes is float32 [Hq] or [B, Hq]. softmax_lse is float32 [B,
     Hq, Sq], or [Hq, Tq] with cu_seqlens_q: natural logarithm, sinks included, -inf for a query that sees nothing.
-    variant: "portable" (`forward_kernel`) or "warp_specialized" (forward_hopper.py; ValueError where it cannot). None
-    takes what FLASH_PAGED_FORWARD names where it can, else the portable kernel. fewest: with more than 0 packed
-    sequences of fewer queries keep the results that `into` holds.
+    fewest: with more than 0 packed sequences of fewer queries keep the results that `into` holds.
     """
-    for name, given in (("variant", variant), ("FLASH_PAGED_FORWARD", NAMED)):
-        if given not in (None, *VARIANTS):
-            raise ValueError(f"{name} is {given!r}: allowed are {VARIANTS} or None")
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
     heads, kv_heads, head_dim, value_dim = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
@@ -249,33 +233,17 @@ def attend(
     scale, cap = score_scales(softmax_scale, softcap)
     block_d, rest_d = split_dim(head_dim)
     block_dv, rest_dv = split_dim(value_dim)
-
-    def launch(lse: torch.Tensor | None, edge: int) -> None:
-        with launch_device(q):
-            forward_kernel[(programs * heads,)](
-                q, k, v, out, lse, s_aux, alibi_slopes, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table,
-                *token_strides(q), *token_strides(k), *token_strides(v), *token_strides(out),
-                block_table.stride(0) if paged else 0, *lse_strides(lse),
-                alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
-                max_seqlen_q, keys, appended, heads, tiles, batch * heads,
-                pairs_a_section(q, k, v, batch, keys) if window[1] >= 0 else 1, fewest, scale, cap, *window,
-                GROUP=heads // kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=config.block_m,
-                BLOCK_N=config.block_n, BLOCK_D=block_d, REST_D=rest_d, BLOCK_DV=block_dv, REST_DV=rest_dv,
-                PAGE_SIZE=page_size, HAS_LEFT=window[0] >= 0, HAS_RIGHT=window[1] >= 0, SOFTCAP=softcap > 0,
-                SEARCH=is_mixed, EDGE=edge, num_warps=config.num_warps, num_stages=config.num_stages,
-            )  # fmt: skip
-
-    if (variant or NAMED) == "warp_specialized":
-        plain = not (softcap or paged or is_mixed) and s_aux is None and alibi_slopes is None and cache_seqlens is None
-        reason = forward_hopper.obstacle(q, k, v, max_seqlen_q, window, plain)
-        if variant is not None and reason is not None:
-            raise ValueError(f"variant {variant!r} cannot compute this: {reason}")
-        if reason is None:
-            sums = torch.empty(lse_shape, dtype=torch.float32, device=q.device) if lse is None else lse
-            launch(sums, forward_hopper.CONFIG.block_n)
-            lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-            options = {"softmax_scale": softmax_scale, "causal": window[1] == 0}
-            forward_hopper.attend_hopper(q, k, v, out, sums, max_seqlen_q, **options, **lengths)
-            return out, lse
-    launch(lse, 0)
+    with launch_device(q):
+        forward_kernel[(programs * heads,)](
+            q, k, v, out, lse, s_aux, alibi_slopes, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table,
+            *token_strides(q), *token_strides(k), *token_strides(v), *token_strides(out),
+            block_table.stride(0) if paged else 0, *lse_strides(lse),
+            alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
+            max_seqlen_q, keys, appended, heads, tiles, batch * heads,
+            pairs_a_section(q, k, v, batch, keys) if window[1] >= 0 else 1, fewest, scale, cap, *window,
+            GROUP=heads // kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n, BLOCK_D=block_d, REST_D=rest_d, BLOCK_DV=block_dv, REST_DV=rest_dv,
+            PAGE_SIZE=page_size, HAS_LEFT=window[0] >= 0, HAS_RIGHT=window[1] >= 0, SOFTCAP=softcap > 0,
+            SEARCH=is_mixed, num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
     return out, lse
