@@ -25,6 +25,7 @@ import torch
 
 from hf_efficient.evaluation import environment
 from hf_efficient.kernels import efficient_linear, flash_paged
+from hf_efficient.kernels.replay.cuda_graph import COUNTERS
 
 
 ROTATE_BYTES = 200e6  # of data that the calls rotate over: more than any L2 cache
@@ -101,7 +102,7 @@ class Benchmark:
         order = [i % variants for i in range(max(variants, 20))]
         graph = torch.cuda.CUDAGraph()
         # as in captured forwards, whose graph owns the counters: else each kernel that splits its work is cleared first
-        counters = torch.zeros(1 << 16, dtype=torch.int32, device=self.device)
+        counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
         with efficient_linear.counters_in(counters), flash_paged.counters_in(counters), torch.cuda.graph(graph):
             for i in order:
                 call(i)

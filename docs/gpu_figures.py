@@ -26,8 +26,9 @@ def gpu_machine(name: str) -> str:
     return (
         f"From `benchmarks/results/{name}.json`: {found['hardware']['gpu']}, torch {versions['torch']}, triton "
         f"{versions['triton']}, transformers {versions['transformers']}, {found['date'][:10]}, commit "
-        f"{found['commit']}. A copy moved {limits['copy_gb_s']:,.0f} GB/s there, and a bfloat16 product of 8192 x 8192 "
-        f"x 8192 made {limits['matmul_tflop_s']:.0f} TFLOP/s."
+        f"{found['commit']}{'' if record['complete'] else ', cut off by its time limit'}. A copy moved "
+        f"{limits['copy_gb_s']:,.0f} GB/s there, and a bfloat16 product of 8192 x 8192 x 8192 made "
+        f"{limits['matmul_tflop_s']:.0f} TFLOP/s."
     )
 
 

@@ -106,7 +106,7 @@ class CodebookFormat(GroupedCodes):
             return {"scale": scale.to(self.dtypes(dtype)["scale"])}
         mean = scale.float().mean()
         rest = F.pad(scale.float().flatten() - mean, (0, -scale.numel() % SCALES_AT_ONCE)).view(-1, SCALES_AT_ONCE)
-        step = rest.abs().amax(1) / 127
+        step = divide(rest.abs().amax(1), 127)
         codes = (rest / torch.where(step == 0, 1, step)[:, None]).round_().add_(128).to(torch.uint8)
         codes = codes.flatten()[: scale.numel()].view(scale.shape)
         return {"scale_codes": codes, "scale_scale": step, "scale_mean": mean.view(1)}

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from hf_efficient.generation.media_prompt import prefill_media
 from hf_efficient.generation.model_traits import exact_length
-from hf_efficient.generation.replay.captured_prompt import together
+from hf_efficient.generation.replay.captured_prompt import MOST_ON_DEVICE, together
 from hf_efficient.integrations.transformers_compat import cache_name
 from hf_efficient.integrations.transformers_loop import MEDIA_INPUTS, prefill
 
@@ -57,10 +57,14 @@ class PromptReading:
         if mask is not None and (mask.dim() != 2 or not is_left_padded(mask)):
             return []
         rows, columns = position_ids.shape if mask is None else mask.shape
+        if not self.captured.is_of_cpu and columns > MOST_ON_DEVICE:
+            return []
         if len(position_ids) != rows or (cache.batch_size not in (-1, rows)):
             return []
         lengths = [columns] * rows if mask is None else mask.sum(1).tolist()
-        takes_all = self.captured.prompt.takes(lengths, self.captured.is_of_cpu)  # counts them, the first of all too
+        if not self.captured.is_of_cpu and sum(lengths) > MOST_ON_DEVICE:
+            return []
+        takes_all = self.captured.prompt.takes(lengths)  # counts them, the first of all too
         return lengths if takes_all and all(layer.is_initialized for layer in cache._paged_layers) else []
 
     def _prefill_replayed(self, lengths: list[int], input_ids, generation_config, model_kwargs: dict) -> torch.Tensor:

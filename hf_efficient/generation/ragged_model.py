@@ -123,9 +123,10 @@ class RaggedModel(PromptReading, PackedReading):
         if self.captured is not None:
             self.captured.is_unchanged = self.is_unchanged
             self.captured.prompt = self.captured.prompt or CapturedPrompt(
-                self.cache, self.captured.most_bytes, self.captured.new_capture
+                self.cache, self.captured.most_bytes, self.captured.is_of_cpu
             )
             self.captured.prompt.forward = self._prompt_forward
+            self.captured.prompt.new_capture = self.captured.new_capture
 
     def _prompt_forward(self, tokens: torch.Tensor, positions: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """The forward of a chunk of a prompt that is captured."""

@@ -17,7 +17,7 @@ from hf_efficient.generation.replay.captured_forward import (
 from hf_efficient.generation.speculation.proposal import MAX_NODES
 
 
-PROMPTS = (8, 24, 48, 192, 320)  # tokens: one length for each kernel that the linear layers choose by their rows
+PROMPTS = (8, 24, 48, 100, 192, 320)  # tokens: one length for each kernel that linear layers choose by their rows
 PROMPT_READS = 2  # the first runs eagerly, the second is captured
 
 
@@ -28,7 +28,8 @@ def warm_up(
     max_length: int = 512,
     prompt_tokens: Sequence[int] = PROMPTS,
 ) -> int:
-    """Runs `model` once at each size, so that later `generate()` calls compile no kernel and capture no forward.
+    """Runs `model` once at each size, so that later `generate()` calls compile no kernel and capture no forward of new
+    tokens. Prompts of other lengths than `prompt_tokens` are captured when they are met for the second time.
 
     On a CUDA device a new size compiles Triton kernels, 0.5 to 2 seconds each, and captures a CUDA graph. On a CPU
     drafts of several sequences are verified end to end: all such sizes up to `max(widths)` tokens of each sequence are

@@ -3,6 +3,7 @@ become signs with a magnitude a row. Both are rounded with error feedback."""
 
 import torch
 
+from hf_efficient.formats.base import divide
 from hf_efficient.formats.binary import LARGEST, PartlyBinaryFormat
 from hf_efficient.methods._binary import feedback_of, in_steps
 from hf_efficient.methods._error_feedback import fitted_scale
@@ -23,7 +24,7 @@ def quantize(
     score = weight.float().square() * feedback.importance
     salient = torch.zeros_like(score, dtype=torch.bool)
     salient.view(-1)[score.flatten().topk(format.salient(*weight.shape)).indices] = True
-    scale = (weight.float().abs().amax(1, keepdim=True) / LARGEST).to(weight.dtype)
+    scale = divide(weight.float().abs().amax(1, keepdim=True), LARGEST).to(weight.dtype)
     others = feedback.importance * ~salient
     mean = (weight.float().abs() * others).sum(1) / others.sum(1).clamp_min(1e-30)
     magnitude = in_steps(mean[:, None], scale)

@@ -107,6 +107,20 @@ def test_prompts_are_replayed_from_their_second_meeting_on(monkeypatch):
     assert captured == [[], [112, 32], [], []], "the first batch ran eagerly, the last has too many tokens"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(200,), (110, 20), (128,) * 4], ids=str)
+def test_prompts_on_the_accelerator(lengths, monkeypatch):
+    monkeypatch.undo()  # CUDA's graphs
+    model, sizes, new_capture = served_model("llama", eos_token_id=None).cuda(), [], GraphForward.new_capture
+    monkeypatch.setattr(GraphForward, "new_capture", lambda *args: sizes.append(args[2]) or new_capture(*args))
+    batch = {name: tensor.cuda() for name, tensor in left_padded_batch(lengths).items()}
+    with transformers_loop():
+        expected = model.generate(**batch, do_sample=False, max_new_tokens=8)
+    for _ in range(3):
+        assert torch.equal(model.generate(**batch, do_sample=False, max_new_tokens=8), expected)
+    assert max(sizes) >= 64 and min(sizes) < 16, "prompts and steps were captured"
+
+
 def test_a_forward_is_queued_before_the_last_tokens_are_read(monkeypatch):
     """No host read in a step but the tokens, one step behind."""
     events, made, read = [], ArrivingTokens.__init__, ArrivingTokens.read

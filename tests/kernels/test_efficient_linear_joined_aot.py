@@ -36,7 +36,7 @@ def types(kernel, dtype, **others):
 def compile_dense(target, kernel=joined_kernels.joined_dense_kernel, tokens=16, dtype="bf16"):
     """As `joined_linear` launches it, of three weights without biases, K split."""
     is_gate_up = kernel is joined_kernels.gate_up_dense_kernel
-    tile = launch_configs.choose_dense_tile(tokens, dtype == "fp32", is_gate_up)
+    tile = launch_configs.choose_dense_tile(tokens, dtype == "fp32", is_gate_up, target == "sm_90")
     absent = dict.fromkeys(name for name in kernel.arg_names if "bias" in name)
     constexprs = dict(COUNT=3, HAS_BIAS=False, EVEN_K=True, SPLIT=True, BLOCK_N=tile.block_n, BLOCK_M=tile.block_m)
     constexprs |= dict(BLOCK_K=tile.block_k, UPCAST=False, **absent)
@@ -55,9 +55,11 @@ def test_dense(target, tokens):
     assert tokens > 16 or target == "gfx942" or compiled.registers <= 128, "four programs a multiprocessor"
 
 
-@pytest.mark.parametrize("target", [*TARGETS, "sm_120"])
-def test_dense_gate_and_up(target):
-    check(compile_dense(target, joined_kernels.gate_up_dense_kernel, 64))
+@pytest.mark.parametrize(
+    "target, tokens", [*((target, 64) for target in (*TARGETS, "sm_120")), ("sm_86", 16), ("sm_90", 16), ("gfx942", 16)]
+)
+def test_dense_gate_and_up(target, tokens):
+    check(compile_dense(target, joined_kernels.gate_up_dense_kernel, tokens))
 
 
 @pytest.mark.parametrize("target", [*TARGETS, "sm_89"])

@@ -142,6 +142,19 @@ def test_product(tokens, out_features, in_features, x_zero, w_zero, per_tensor, 
         )
 
 
+@pytest.mark.parametrize("processors", [1, 10**6], ids=["many tiles", "few tiles"])
+def test_tiles_of_many_tokens(processors, kernel_device, nan_poison, monkeypatch):
+    """Those of the table, and those where the table's would be fewer than multiprocessors."""
+    monkeypatch.setattr(w8a8, "processors", lambda device: processors)
+    x, x_scale = codes_and_scale(140, 304, False, kernel_device)
+    w, w_scale = codes_and_scale(150, 304, False, kernel_device)
+    tile = w8a8_configs.choose_tile(140, False, True, 150, processors)
+    assert (tile is w8a8_configs.FEW_ROWS_TILE) == (processors > 1)
+    zeros = dict(x_zero_point=torch.randint(-9, 9, (140, 1), dtype=torch.int8, device=kernel_device))
+    actual = efficient_linear.w8a8_linear(x, w, x_scale, w_scale, out_dtype=torch.float32, **zeros)
+    check(actual, activation_reference.w8a8_linear_reference(x, w, x_scale, w_scale, **zeros))
+
+
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_tiles_through_the_tensor_memory_accelerator(kind, kernel_device, nan_poison, monkeypatch):
     if not w8a8.INTERPRETED and torch.cuda.get_device_capability()[0] not in (9, 10):

@@ -255,6 +255,22 @@ def test_evicted_pages_are_not_touched(kernel_device, name):
 
 
 @pytest.mark.usefixtures("two_processors")
+@pytest.mark.parametrize("bits", [4, 2])
+def test_a_pool_without_pages(kernel_device, bits):
+    """All tokens lie in the ring; nothing is read from pages that are not there."""
+    made = dict(device=kernel_device)
+    codes = torch.empty(0, 32, 1, 64 * bits // 8, dtype=torch.uint8, **made)
+    by_channel, by_token = (torch.empty(0, *shape, dtype=torch.float16, **made) for shape in ((1, 1, 64), (32, 1, 1)))
+    tails = [torch.randn(1, 32, 1, 64, device=kernel_device).half() for _ in range(2)]
+    q, lengths = torch.randn(1, 1, 2, 64, device=kernel_device).half(), torch.tensor([9], dtype=torch.int32, **made)
+    arguments = dict(k_scale=by_channel, k_min=by_channel, v_scale=by_token, v_min=by_token)
+    arguments |= dict(k_tail=tails[0], v_tail=tails[1], quantized_seqlens=lengths * 0, cache_seqlens=lengths)
+    arguments |= dict(block_table=torch.full((1, 1), -1, dtype=torch.int32, **made), causal=True)
+    actual = fp.flash_attn_with_kvcache(q, codes, codes, **arguments)
+    weights = (q[0, 0].float() @ tails[0][0, :9, 0].float().T / 8).softmax(-1)
+    torch.testing.assert_close(actual[0, 0].float(), weights @ tails[1][0, :9, 0].float(), rtol=2e-3, atol=2e-3)
+
+
 def test_contiguous_cache(kernel_device):
     q = torch.randn(3, 2, 4, 16, device=kernel_device)
     k, v = torch.randn(2, 3, 140, 2, 24, device=kernel_device).unbind(0)

@@ -15,6 +15,7 @@ logger = logging.get_logger(__name__)
 
 CHUNKS = (512, 128)  # tokens of a forward, as many of the first as there are: weights are read once for all of them
 STEP = 16  # widths of chunks are multiples of it
+COARSE_STEP = 64  # on a device, of prompts longer than the smaller chunk
 LEAST_TOKENS = 64  # of a prompt, on average, for those of a batch to be captured
 MOST_ON_DEVICE = 512  # tokens of all prompts of a batch: a GPU computes more for longer than the host queues kernels
 REST = 4  # a shape whose capture was dropped is captured again after so many meetings more each time
@@ -28,26 +29,24 @@ class CapturedPrompt:
 
     Attributes:
         forward: forward(tokens, positions, last) -> logits [rows, 1, vocabulary] after token number `last`, int64 [1].
+        new_capture: captures a forward of so many tokens.
     """
 
     forward: Callable | None = None
+    new_capture: Callable[[Callable, int], Capture] | None = None
 
-    def __init__(self, cache: PagedCache, most_bytes: int, new_capture: Callable[[Callable, int], Capture]):
-        """most_bytes: of the results of all captures over the cache; the latest stays in any case. new_capture:
-        captures a forward of so many tokens."""
-        self.cache, self.most_bytes, self._new_capture = cache, most_bytes, new_capture
+    def __init__(self, cache: PagedCache, most_bytes: int, is_of_cpu: bool):
+        """most_bytes: of the results of all captures over the cache; the latest stays in any case."""
+        self.cache, self.most_bytes, self._widths = cache, most_bytes, _widths if is_of_cpu else _device_widths
         self._seen: Counter[tuple[int, int]] = Counter()  # rows and width -> batches with such a chunk
         # rows and width -> inputs, addresses, capture
         self._captures: dict[tuple[int, int], tuple[tuple, list[int], Capture]] = {}
         self._dropped: Counter[tuple[int, int]] = Counter()  # rows and width -> captures that made room for others
         self._falls_back = False  # to eager forwards, for good
 
-    def takes(self, lengths: list[int], is_of_cpu: bool) -> bool:
-        """Whether prompts of so many tokens, of one batch, are replayed, or captured now. A device reads longer ones in
-        one forward."""
-        if not is_of_cpu and sum(lengths) > MOST_ON_DEVICE:
-            return False
-        shapes = {(len(rows), width) for rows in together(lengths) for width in _widths(lengths[rows[0]])}
+    def takes(self, lengths: list[int]) -> bool:
+        """Whether prompts of so many tokens, of one batch, are replayed, or captured now."""
+        shapes = {(len(rows), width) for rows in together(lengths) for width in self._widths(lengths[rows[0]])}
         self._seen.update(shapes)
         worth = len(lengths) == 1 or sum(lengths) >= LEAST_TOKENS * len(lengths)
         return worth and not self._falls_back and all(self._seen[shape] > 1 for shape in shapes)
@@ -63,7 +62,7 @@ class CapturedPrompt:
 
     def _read(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
         logits, first = None, 0
-        for width in _widths(tokens.shape[1]):
+        for width in self._widths(tokens.shape[1]):
             chunk = slice(first, first + width)
             logits = None if self._falls_back else self._run(tokens[:, chunk], positions[:, chunk], width)
             if logits is None:
@@ -102,7 +101,7 @@ class CapturedPrompt:
 
     def _capture(self, inputs: tuple) -> Capture | None:
         try:
-            return self._new_capture(lambda: self.forward(*inputs), inputs[0].numel())
+            return self.new_capture(lambda: self.forward(*inputs), inputs[0].numel())
         except Exception as error:  # an error of the forward's own shows again when it runs eagerly
             if not isinstance(error, NotReplayable):
                 logger.warning_once(f"prompts run eagerly, which is slower, as one could not be captured: {error}")
@@ -129,3 +128,9 @@ def _widths(length: int) -> list[int]:
         widths += [chunk] * (length // chunk)
         length %= chunk
     return widths + [-(-length // STEP) * STEP] * bool(length)
+
+
+def _device_widths(length: int) -> list[int]:
+    """As `_widths`, of one chunk: a device computes many tokens at once."""
+    step = STEP if length <= CHUNKS[1] else COARSE_STEP
+    return [-(-length // step) * step]

@@ -33,7 +33,11 @@ class GraphForward(CapturedForward):
     def new_capture(self, forward: Callable, tokens: int) -> GraphCapture:
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
-        return GraphCapture(self.in_fewer_kernels(forward, tokens), self._memory)
+        try:
+            return GraphCapture(self.in_fewer_kernels(forward, tokens), self._memory)
+        except Exception:
+            self._memory = None  # torch captures nothing more in the pool of a capture that failed
+            raise
 
     @staticmethod
     def in_fewer_kernels(forward: Callable, tokens: int) -> Callable:

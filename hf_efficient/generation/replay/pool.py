@@ -170,7 +170,7 @@ class ReplayPool:
             return
         captured.forward = captured.is_unchanged = None  # they refer to the model
         if captured.prompt is not None:
-            captured.prompt.forward = None
+            captured.prompt.forward = captured.prompt.new_capture = None
         with self._lock:
             others = [other for other in self.entries if other.hidden_layers != entry.hidden_layers]
             self.entries = [*others, replace(entry, captured=captured)][-MAX_ENTRIES:]

@@ -60,7 +60,11 @@ class GraphCapture:
         with ExitStack() as stack:
             for context in (torch.no_grad(), UnknownSizes(), *(use(self._counters) for use in _counters_in), graph):
                 stack.enter_context(context)
-            self.output = forward()
+            try:
+                self.output = forward()
+            except Exception:
+                torch.cuda.set_stream(current)  # torch.cuda.graph leaves its own where the capture cannot end
+                raise
         tensors = [x for x in tree_leaves(self.output) if isinstance(x, torch.Tensor)]
         self.nbytes = sum(x.nbytes for x in tensors)
         self.replay()

@@ -10,7 +10,7 @@ from .joined_kernels import gate_up_dense_kernel, joined_dense_kernel, joined_fe
 from .launch_configs import DenseTile, choose_dense_tile, choose_tile
 from .packing import step_columns
 from .split_k import split
-from .weight_only import INTERPRETED, _check_device, _check_input, _check_scales, _on, _options, _scale_strides
+from .weight_only import INTERPRETED, PTX, _check_device, _check_input, _check_scales, _on, _options, _scale_strides
 
 
 MOST_WEIGHTS = 3  # of one launch
@@ -92,6 +92,10 @@ def _check_dense(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Seque
     _check_alike("bias", [bias if bias is None else bias.dtype for bias in biases])
 
 
+def _on_hopper(device: torch.device) -> bool:
+    return PTX and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def _dense_launch(x, tile: DenseTile, rows: Sequence[int], programs_of: Sequence[int], weight):
     """(grid, (partial sums, arrival counters), what both kernels of dense weights take by keyword). rows: of the sums
     of a token. programs_of: rows of the weights that programs share."""
@@ -103,7 +107,7 @@ def _dense_launch(x, tile: DenseTile, rows: Sequence[int], programs_of: Sequence
     options = dict(
         steps_per_split=per_split, EVEN_K=weight.shape[1] % tile.block_k == 0, SPLIT=splits > 1, BLOCK_N=tile.block_n,
         BLOCK_M=tile.block_m, BLOCK_K=tile.block_k, UPCAST=INTERPRETED and x.dtype == torch.bfloat16,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=min(tile.num_stages, 3) if torch.version.hip else tile.num_stages,
     )  # fmt: skip
     return (row_blocks, token_blocks, splits), (partial, arrivals), options
 
@@ -125,7 +129,7 @@ def joined_linear(
     outs = [torch.empty(len(x), size, dtype=x.dtype, device=x.device) for size in sizes]
     if len(x) == 0:
         return outs
-    tile = choose_dense_tile(len(x), x.dtype == torch.float32)
+    tile = choose_dense_tile(len(x), x.dtype == torch.float32, on_hopper=_on_hopper(x.device))
     with _on(x.device):
         grid, sums, options = _dense_launch(x, tile, [sum(sizes)], sizes, weights[0])
         joined_dense_kernel[grid](
@@ -148,7 +152,7 @@ def gate_up_silu_dense(
     out = torch.empty(len(x), len(gate), dtype=x.dtype, device=x.device)
     if len(x) == 0:
         return out
-    tile = choose_dense_tile(len(x), x.dtype == torch.float32, is_gate_up=True)
+    tile = choose_dense_tile(len(x), x.dtype == torch.float32, True, _on_hopper(x.device))
     with _on(x.device):
         grid, sums, options = _dense_launch(x, tile, [2, len(gate)], [len(gate)], gate)
         gate_up_dense_kernel[grid](

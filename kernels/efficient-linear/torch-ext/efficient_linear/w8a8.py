@@ -69,7 +69,7 @@ def _serves_tma(kind: str, tokens: int, rows: int, device: torch.device) -> bool
         return False
     if INTERPRETED:
         return True
-    if torch.version.hip or torch.cuda.get_device_capability(device)[0] not in (9, 10):  # 12 has 99 KB for the tiles
+    if torch.version.hip or torch.cuda.get_device_capability(device)[0] not in w8a8_configs.TMA_ON[kind]:
         return False
     triton.set_allocator(_scratch)
     return True

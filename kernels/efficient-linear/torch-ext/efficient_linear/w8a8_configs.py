@@ -30,6 +30,7 @@ FEW_ROWS_TILE = Tile(64, 64, 4, 4)  # where tiles of many tokens are fewer than 
 # scales, zero points and outliers; used where they are as many as multiprocessors
 TMA_TILES = {"int8": Tile(128, 256, 8, 4), "fp8": Tile(256, 128, 8, 4)}
 TMA_FROM = {"int8": 256, "fp8": 1024}  # the fewest tokens for which they are used
+TMA_ON = {"int8": (9, 10), "fp8": (9,)}  # compute capabilities: 12 has 99 KB for the tiles, fp8 spills on 10
 STAGES_ON_ROCM = 2  # 64 KB of shared memory
 
 # scales -> the fewest tokens for which torch._scaled_mm computes the float8 product; None: never, because it is not

@@ -224,10 +224,11 @@ def attend_few(
 
 def _codes(k: torch.Tensor, v: torch.Tensor, head_dim: int, quantized: QuantizedKV) -> tuple[tuple, tuple, dict]:
     """The tensors, those with strides behind k's and v's, and the options of `decode_codes_kernel`."""
+    scales = quantized.k_scale, quantized.k_min, quantized.v_scale, quantized.v_min
     if k.shape[0] == 0:  # a page to load from, whatever it holds
         k, v = (x.new_zeros((1, *x.shape[1:])) for x in (k, v))
+        scales = tuple(None if x is None else x.new_zeros((1, *x.shape[1:])) for x in scales)
     k_bytes, v_bytes = k.shape[-1], v.shape[-1]
-    scales = quantized.k_scale, quantized.k_min, quantized.v_scale, quantized.v_min
     tails = quantized.k_tail, quantized.v_tail
     options = {"BITS": quantized.bits, "IS_FLOAT": quantized.is_float, "TOKENS": 1, "CHANNEL_GROUPS": 1, "RING": 0}
     if quantized.bits < 8:
