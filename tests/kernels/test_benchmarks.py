@@ -124,6 +124,25 @@ def test_every_stage_runs_through_on_tiny_sizes(tmp_path, script):
     assert "run eagerly" not in log, "a forward of stage 4 was not captured"
 
 
+def test_kernels_are_compiled_for_a_gpu_that_is_not_here(tmp_path):
+    def run(*arguments):
+        command = [sys.executable, FOLDER / "gpu_compile.py", *arguments]
+        cache = {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+        return subprocess.run(command, env={**os.environ, **cache}, capture_output=True, text=True)
+
+    launch = tmp_path / "launch.py"
+    launch.write_text(
+        "import torch\nfrom hf_efficient.kernels import efficient_linear\n"
+        "efficient_linear.quantize(torch.randn(16, 256, device='cuda', dtype=torch.bfloat16)[1:], 'int8')\n"
+    )
+    first, second = run(launch), run(launch)
+    assert first.stdout == "1 kernels compiled, 0 found in the cache\n", first.stderr
+    assert second.stdout == "0 kernels compiled, 1 found in the cache\n", second.stderr
+    (machine_code,) = (tmp_path / "cache").glob("*/*.cubin")
+    assert machine_code.read_bytes()[:4] == b"\x7fELF"
+    assert run().returncode == run("nowhere.py").returncode == 2
+
+
 def test_what_was_measured_stands_beside_what_was_predicted(script, tmp_path):
     """Of the GPU whose row it is; wrong lines and dry runs count for nothing."""
     measured, case = script("gpu_measured"), dict(N=28672, K=4096, M=1)

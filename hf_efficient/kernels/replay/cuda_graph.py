@@ -57,14 +57,14 @@ class GraphCapture:
         # "thread_local": other threads of the program may allocate meanwhile
         graph = torch.cuda.graph(self._graph, pool=memory, stream=stream, capture_error_mode="thread_local")
         self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device="cuda")
-        with ExitStack() as stack:
-            for context in (torch.no_grad(), UnknownSizes(), *(use(self._counters) for use in _counters_in), graph):
-                stack.enter_context(context)
-            try:
+        try:
+            with ExitStack() as stack:
+                for context in (torch.no_grad(), UnknownSizes(), *(use(self._counters) for use in _counters_in), graph):
+                    stack.enter_context(context)
                 self.output = forward()
-            except Exception:
-                torch.cuda.set_stream(current)  # torch.cuda.graph leaves its own where the capture cannot end
-                raise
+        except Exception:
+            torch.cuda.set_stream(current)  # torch.cuda.graph leaves its own where a capture cannot end
+            raise
         tensors = [x for x in tree_leaves(self.output) if isinstance(x, torch.Tensor)]
         self.nbytes = sum(x.nbytes for x in tensors)
         self.replay()
