@@ -164,9 +164,9 @@ CASES = [
     _decode("int4", 64, 4.0, (3.09, 3.59)),
     _decode("int2", 64, 3.5, (2.90, 3.37)),
     _weights(4, 16, 3.2, (3.2, 4.32)),
-    _weights(4, 64, None, (3.72, 7.44)),
+    _weights(4, 64, None, (4.5, 8.5)),  # tiles of 256 rows took 3.6, and an H200 longer
     _weights(8, 16, None, (5.4, 5.75)),
-    _w8a8(16, (1.10, 1.0)),
+    _w8a8(16, (1.13, 1.03)),
     _sparse24(False, (2.87, 3.6)),
     _sparse24(True, (3.83, 5.2)),
     _trellis(16, (11.4, 11.5)),
