@@ -73,11 +73,10 @@ class CapturedPrompt:
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor | None:
         (rows, count), shape = tokens.shape, (len(tokens), width)
-        new = tokens, positions
         inputs, addresses, capture = self._captures.pop(shape, (None, None, None))
         if inputs is None:
-            inputs = *(tensor.new_zeros(rows, width) for tensor in new), tokens.new_zeros(1)
-        for static, values in zip(inputs, new):
+            inputs = tokens.new_zeros(rows, width), positions.new_zeros(rows, width), tokens.new_zeros(1)
+        for static, values in zip(inputs, (tokens, positions)):
             static[:, :count], static[:, count:] = values, values[:, -1:]
         inputs[2].fill_(count - 1)
         with self.cache.decode_step(width):
