@@ -2,12 +2,15 @@
 
     python benchmarks/learning.py [--rows GLOB ...] [--minutes 20 | --steps N] [--start-windows 128] [--starts FOLDER]
         [--tokens FILE --calibration-tokens FILE] [--checkpoints FOLDER] [--seed 0] [--output FILE]
-        [--batch-size 1] [--learning-rate R] [--text-share 0]
+        [--batch-size 1] [--learning-rate R] [--text-share 0] [--more-text FILE --more-windows N]
     python benchmarks/learning.py --table          # the table of what has been measured
 
 Model, measured texts and calibration text are those of `benchmarks/quality.py`, the text that is trained on is that of
-`benchmarks/pruning_recovery.py`, without the articles that are measured. A row makes a model (kept in FOLDER, and taken
-from there where it is) and calls `recover`, `distill` or `to_bitnet` with the dense model as teacher.
+`benchmarks/pruning_recovery.py`, without the articles that are measured (705 windows of 512 tokens); where that is too
+little, N windows of a plain text are added (for the results: the paragraphs of "An Anarchist FAQ" that are longer than
+200 characters, from the HTML pages of Debian's package `anarchism` 15.3, which `apt-get download` fetches). A row makes
+a model (kept in FOLDER, and taken from there where it is) and calls `recover`, `distill` or `to_bitnet` with the dense
+model as teacher.
 
 Minutes are CPU minutes of this process, so that a machine that does other things gives the same training: 60 minutes of
 two cores are 120. They are those of the call, with the teacher's forwards, the measuring of held-out text and the
@@ -41,8 +44,8 @@ STARTS = {
     "int3 g64": lambda tokens: weight_only(tokens, bits=3, group_size=64, method="gptq", refine=True),
     "int3 g64 fast": lambda tokens: weight_only(None, bits=3, group_size=64, quality="fast"),
     "int4 g64": lambda tokens: weight_only(tokens, bits=4, group_size=64, method="mse"),
-    "50 %": lambda tokens: sparse(tokens, sparsity=0.5, method="alps", refine=True),
-    "2:4": lambda tokens: sparse(tokens, pattern="2:4", method="alps", refine=True),
+    "50 %": lambda tokens: sparse(tokens, sparsity=0.5, method="alps"),
+    "2:4": lambda tokens: sparse(tokens, pattern="2:4", method="alps"),
     "2:4 int4": lambda tokens: sparse(tokens, pattern="2:4", method="sparsegpt", weights=dict(bits=4, method="gptq")),
     "half the layers": lambda tokens: smaller(tokens, num_hidden_layers=15),
     "0.75 width": lambda tokens: smaller(tokens, intermediate_size=1152),
@@ -78,6 +81,15 @@ def weight_only(tokens, **options):
 def sparse(tokens, **options):
     """SmolLM2 as a `SparseConfig` makes it."""
     return harness.load(quantization_config=hf_efficient.SparseConfig(**options, calibration={"tokens": tokens}))
+
+
+def more_windows(tokenizer, path: Path, count: int) -> torch.Tensor:
+    """int64 [count, 512], spread evenly over a plain text."""
+    ids = tokenizer(path.read_text(), add_special_tokens=False, verbose=False)["input_ids"]
+    windows = torch.tensor(ids[: len(ids) // 512 * 512]).view(-1, 512)
+    if count > len(windows):
+        raise ValueError(f"--more-windows {count}: {path} has {len(windows)}")
+    return windows[torch.arange(count) * len(windows) // count]
 
 
 def smaller(tokens, **shape):
@@ -182,6 +194,8 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=1, help="windows of 512 tokens in a step")
     parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--text-share", type=float, default=0.0)
+    parser.add_argument("--more-text", type=Path, help="plain text to learn from beside the articles")
+    parser.add_argument("--more-windows", type=int, default=1400, help="windows of 512 tokens of it")
     parser.add_argument("--start-windows", type=int, default=128, help="of calibration, for what rows start from")
     parser.add_argument("--tokens", help="measured windows instead of the sample's")
     parser.add_argument("--calibration-tokens", help="calibration windows instead of the sample's")
@@ -198,6 +212,8 @@ def main() -> None:
     scored, tokenizer = texts(options.tokens), harness.tokenizer()
     calibration = harness.windows(options.calibration_tokens, "calibration", options.start_windows, 512)
     training = training_tokens(tokenizer, scored["wikipedia"])
+    if options.more_text is not None:
+        training = torch.cat([training, more_windows(tokenizer, options.more_text, options.more_windows)])
     training = training[torch.randperm(len(training), generator=torch.Generator().manual_seed(0))]
     budget = {"minutes": options.minutes} if options.steps is None else {"steps": options.steps}
     budget |= {"batch_size": options.batch_size, "learning_rate": options.learning_rate, "seed": options.seed}
@@ -212,6 +228,7 @@ def main() -> None:
             kept = options.checkpoints and options.checkpoints / shown_name.replace(" ", "-").replace(":", "of")
             own = budget | {"checkpoint_dir": None if kept is None else str(kept)}
             row = measure(name, teacher, dense, calibration, scored, training, starts, options.starts, own)
+            row |= {"more_windows": 0 if options.more_text is None else options.more_windows}
             row |= {"start_windows": options.start_windows, "training_windows": list(training.shape)}
             row |= {"load_average_before": load, "load_average_after": os.getloadavg()[1]}
             done[shown_name] = {**row, "environment": environment.describe()}
