@@ -234,7 +234,7 @@ class Folding:
             outputs = output if isinstance(output, (tuple, list)) else (output,)
             outputs = [o for o in outputs if isinstance(o, torch.Tensor) and o.is_floating_point()]
             pointer = next((i.data_ptr() for i in (*args, *kwargs.values()) if isinstance(i, torch.Tensor)), 0)
-            norm_output, copies = outputs[0] if _is_norm(module) else None, [o.clone() for o in outputs]
+            norm_output, copies = outputs[0] if is_norm(module) else None, [o.clone() for o in outputs]
             calls.append(_ModuleCall(module, self._names.get(id(module)), pointer, norm_output, copies))
 
         with watching_outputs({module: module for module in self.block.module.modules()}, record):
@@ -282,7 +282,7 @@ class _Restored:
             data.copy_(saved)
 
 
-def _is_norm(module: nn.Module) -> bool:
+def is_norm(module: nn.Module) -> bool:
     """Whether `module` multiplies by a vector, as norms do."""
     weight = getattr(module, "weight", None)
     return isinstance(weight, torch.Tensor) and weight.ndim == 1 and next(module.children(), None) is None

@@ -17,6 +17,7 @@ import hf_efficient
 from hf_efficient import recover
 from hf_efficient.compression.recovery import training
 from hf_efficient.compression.recovery.optimizers import Together, make_optimizer
+from hf_efficient.compression.recovery.learned_norm import LearnedNorm
 from hf_efficient.compression.recovery.unpacking import discard, trained_linears, unpack
 
 
@@ -153,9 +154,9 @@ def test_muon_takes_the_matrices_and_one_schedule_serves_both(folder):
         muon, adam = optimizer.optimizers
         matrices = {id(module.coded.weight) for module in trained_linears(model).values()}
         assert {id(p) for group in muon.param_groups for p in group["params"]} == matrices
-        assert {id(p) for group in adam.param_groups for p in group["params"]} == {
-            id(module.coded.log_scale) for module in trained_linears(model).values()
-        }
+        rest = [module.coded.log_scale for module in trained_linears(model).values()]
+        rest += [module.weight for module in model.modules() if isinstance(module, LearnedNorm)]
+        assert {id(p) for group in adam.param_groups for p in group["params"]} == {id(p) for p in rest}
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
         rates = [group["lr"] / group["initial_lr"] for each in optimizer.optimizers for group in each.param_groups]
         assert set(rates) == {0.5} and schedule.last_epoch == 0

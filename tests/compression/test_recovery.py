@@ -74,6 +74,12 @@ def test_the_loss_and_its_gradient_are_the_formulas(divergence):
     assert low.dtype == torch.float32 and abs(low - expected_loss) < 0.02  # of logits rounded to 3 digits
 
 
+def is_frozen(name: str) -> bool:
+    """Whether the parameter of a sparse model is one that does not learn: no codes, and no weight of a norm."""
+    learns = ("norm.weight", "layernorm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")
+    return "qweight" not in name and not name.endswith(learns)
+
+
 @pytest.mark.parametrize(
     ("name", "format", "target", "options"),
     [
@@ -85,7 +91,7 @@ def test_the_loss_and_its_gradient_are_the_formulas(divergence):
 def test_masks_hold_at_every_step_and_the_loss_falls(name, format, target, options, monkeypatch, tmp_path):
     teacher = tiny_model(name, torch.bfloat16)
     model = pruned(teacher, format, target)
-    before, frozen = masks(model), {n: p.clone() for n, p in model.named_parameters() if "qweight" not in n}
+    before, frozen = masks(model), {n: p.clone() for n, p in model.named_parameters() if is_frozen(n)}
     start = model(TOKENS).logits
     losses, trainer = [], training.DistillationTrainer
 
@@ -313,3 +319,13 @@ def test_an_adapter_of_pefts_own_is_merged_under_the_mask(folder):
         weight, before = merged.get_submodule(name).weight, dense.get_submodule(name).weight
         assert torch.equal(weight, (before + expected[name] * mask) if name in expected else before), name
     assert len(expected) == 4
+
+
+def test_norms_learn_and_stay_of_their_dtype():
+    teacher = tiny_model("llama").to(torch.bfloat16)
+    model = pruned(teacher)
+    before = {name: each.clone() for name, each in model.named_parameters() if "norm" in name}
+    recover(model, teacher, TOKENS, **FAST)
+    after = {name: each for name, each in model.named_parameters() if "norm" in name}
+    assert len(before) == 5 and after.keys() == before.keys()
+    assert all(each.dtype is torch.bfloat16 and not torch.equal(each, before[name]) for name, each in after.items())

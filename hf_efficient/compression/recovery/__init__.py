@@ -54,9 +54,9 @@ def recover(
     which do not change, and plain layers (after structured pruning, for example) as they are. Inputs that are rounded
     to 8 bits are rounded in training, too.
 
-    Embeddings, norms of the model, biases, tied weights and fused experts do not change. Weights are float32 while they
-    learn, with a cosine schedule; products are computed in the model's dtype. At the end the model is packed into the
-    formats that it had, and is saved as it would have been before.
+    The weights of norms learn along. Embeddings, biases, tied weights and fused experts do not change. Weights are
+    float32 while they learn, with a cosine schedule; products are computed in the model's dtype. At the end the model
+    is packed into the formats that it had, and is saved as it would have been before.
 
     Args:
         model: a causal LM on one device, as `from_pretrained` gives it.

@@ -4,7 +4,7 @@ import importlib.util
 
 import torch
 
-from hf_efficient.compression.recovery.unpacking import trained_linears
+from hf_efficient.compression.recovery.unpacking import trained_layers, trained_linears
 
 
 OPTIMIZERS = ("adamw", "adamw_8bit", "muon")
@@ -67,7 +67,7 @@ def make_optimizer(model, name: str, rate: float) -> torch.optim.Optimizer:
 def parameter_groups(model, rate: float) -> list[dict]:
     """What `model` learns, with learning rates."""
     groups = []
-    for module in trained_linears(model).values():
+    for module in trained_layers(model).values():
         if hasattr(module, "groups"):
             groups += module.groups(rate * CODED_RATE)
     own = {id(parameter) for group in groups for parameter in group["params"]}

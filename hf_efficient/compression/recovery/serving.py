@@ -7,14 +7,14 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from hf_efficient.compression.recovery.unpacking import trained_linears
+from hf_efficient.compression.recovery.unpacking import trained_layers
 
 
 @contextmanager
 def serving(model) -> Iterator[nn.Module]:
     """Inside, the layers of `model` that are trained are packed copies, so that it decodes as fast as it will after
     training. The copies take the memory of the packed model."""
-    trained, was_training = trained_linears(model), model.training
+    trained, was_training = trained_layers(model), model.training
     with torch.no_grad():
         packed = {name: _copy(module) for name, module in trained.items()}
     try:

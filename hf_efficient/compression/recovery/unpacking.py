@@ -11,7 +11,9 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_efficient.bit_linear import BitLinear
 from hf_efficient.calibration.blocks import weight_of
+from hf_efficient.calibration.folding import is_norm
 from hf_efficient.compression.recovery.coded_linear import CodedLinear
+from hf_efficient.compression.recovery.learned_norm import LearnedNorm
 from hf_efficient.compression.recovery.masked_linear import MaskedLinear
 from hf_efficient.formats.masked import MaskedFormat
 from hf_efficient.layers import CompressedModule, EfficientLinear
@@ -24,8 +26,8 @@ _LEAST_LIKENESS = 0.5  # cosine of the angle between a compressed weight and the
 
 def unpack(model, teacher=None, keeps_codes: bool = True) -> None:
     """Makes the linear layers of `model` trainable in place: compressed ones become `CodedLinear`, those with a mask
-    and no codes and plain ones become `MaskedLinear`. Everything else is frozen: a plain output embedding, tied
-    weights, embeddings, fused experts and all other parameters. `pack` and `discard` undo it.
+    and no codes and plain ones become `MaskedLinear`, norms become `LearnedNorm`. Everything else is frozen: a plain
+    output embedding, tied weights, embeddings, fused experts and all other parameters. `pack` and `discard` undo it.
 
     teacher: a model whose linear layers of the same names may be what compressed ones were made of.
     keeps_codes: whether learning starts at the codes of the layers. False: at the teacher's weights, where there are.
@@ -55,6 +57,10 @@ def unpack(model, teacher=None, keeps_codes: bool = True) -> None:
         raise ValueError(f"{type(model).__name__} has no linear layer to train: all are tied or outputs")
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     made = {name: _trained(module, _exact(module, name, teacher), keeps_codes) for name, module in found.items()}
+    own = tuple(f"{name}." for name in made)  # norms inside linear layers learn there
+    for name, module in model.named_modules():
+        if not f"{name}.".startswith(own) and is_norm(module) and shared[id(module.weight)] == 1:
+            made[name] = LearnedNorm(module)
     model.requires_grad_(False)
     for name, module in made.items():
         model.set_submodule(name, module)
@@ -70,7 +76,7 @@ def pack(model) -> None:
     Raises:
         ValueError: a weight is NaN or infinite; the model stays as it is.
     """
-    trained = trained_linears(model)
+    trained = trained_layers(model)
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
         raise ValueError("the model is sharded (FSDP2 or tensor parallelism), which is not supported: train with DDP")
     broken = [name for name, module in trained.items() if not module.is_finite()]
@@ -81,7 +87,7 @@ def pack(model) -> None:
 
 def discard(model) -> None:
     """Puts the layers of before `unpack` back, with the weights they had."""
-    trained = trained_linears(model)
+    trained = trained_layers(model)
     _restore(model, {name: module._origin[0].to(module.weight.device) for name, module in trained.items()})
 
 
@@ -104,8 +110,14 @@ def trainable(model, teacher=None, keeps_codes: bool = True) -> Iterator[nn.Modu
         raise
 
 
+def trained_layers(model) -> dict[str, nn.Module]:
+    """name -> linear layer or norm that is being trained."""
+    kinds = MaskedLinear, CodedLinear, LearnedNorm
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
 def trained_linears(model) -> dict[str, nn.Module]:
-    """name -> layer that is being trained."""
+    """name -> linear layer that is being trained."""
     return {name: module for name, module in model.named_modules() if isinstance(module, (MaskedLinear, CodedLinear))}
 
 

@@ -1,0 +1,40 @@
+"""Norms while a model is trained: their weights learn in float32."""
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+
+RATE = 0.1  # learning rate relative to the mean of a norm's absolute values, in units of that of weights under codes
+
+
+class LearnedNorm(nn.Module):
+    """Takes the place of a norm while the model is trained. Computes what the norm computes, in its dtype.
+
+    Attributes:
+        weight: parameter, the float32 weight [d] of the norm.
+    """
+
+    def __init__(self, origin: nn.Module):
+        super().__init__()
+        self._origin = (origin,)  # a tuple, so that it does not become a submodule
+        self.weight = nn.Parameter(origin.weight.detach().float().clone())
+        self.train(origin.training)
+
+    def groups(self, rate: float) -> list[dict]:
+        """The weight with its learning rate."""
+        return [{"params": [self.weight], "lr": RATE * rate * self.weight.detach().abs().mean().item()}]
+
+    def forward(self, *inputs, **named):
+        origin = self._origin[0]
+        return functional_call(origin, {"weight": self.weight.to(origin.weight.dtype)}, inputs, named)
+
+    def is_finite(self) -> bool:
+        return self.weight.isfinite().all().item()
+
+    @torch.no_grad()
+    def packed(self) -> nn.Module:
+        """The original norm with this weight, rounded to its dtype."""
+        origin = self._origin[0].to(self.weight.device)
+        origin.weight.copy_(self.weight)
+        return origin.train(self.training)
