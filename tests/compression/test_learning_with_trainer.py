@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 import hf_efficient
 from hf_efficient import recover
 from hf_efficient.compression.recovery import training
-from hf_efficient.compression.recovery.optimizers import Together, make_optimizer
 from hf_efficient.compression.recovery.learned_norm import LearnedNorm
+from hf_efficient.compression.recovery.optimizers import Together, make_optimizer
 from hf_efficient.compression.recovery.unpacking import discard, trained_linears, unpack
 
 
