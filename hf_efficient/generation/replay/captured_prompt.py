@@ -29,11 +29,11 @@ class CapturedPrompt:
 
     Attributes:
         forward: forward(tokens, positions, last) -> logits [rows, 1, vocabulary] after token number `last`, int64 [1].
-        new_capture: captures a forward of so many tokens.
+        new_capture: captures a forward of so many tokens; the third argument is the input that only the head reads.
     """
 
     forward: Callable | None = None
-    new_capture: Callable[[Callable, int], Capture] | None = None
+    new_capture: Callable[[Callable, int, torch.Tensor], Capture] | None = None
 
     def __init__(self, cache: PagedCache, most_bytes: int, is_of_cpu: bool):
         """most_bytes: of the results of all captures over the cache; the latest stays in any case."""
@@ -64,14 +64,16 @@ class CapturedPrompt:
         logits, first = None, 0
         for width in self._widths(tokens.shape[1]):
             chunk = slice(first, first + width)
-            logits = None if self._falls_back else self._run(tokens[:, chunk], positions[:, chunk], width)
+            is_last = first + width >= tokens.shape[1]
+            logits = None if self._falls_back else self._run(tokens[:, chunk], positions[:, chunk], width, is_last)
             if logits is None:
                 self.cache.rewind([0] * len(tokens))
                 return None
             first += width
         return logits[:, -1]
 
-    def _run(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor | None:
+    def _run(self, tokens: torch.Tensor, positions: torch.Tensor, width: int, is_last: bool) -> torch.Tensor | None:
+        """Appends a chunk, and returns the logits that follow, which mean nothing unless `is_last`."""
         (rows, count), shape = tokens.shape, (len(tokens), width)
         inputs, addresses, capture = self._captures.pop(shape, (None, None, None))
         if inputs is None:
@@ -82,7 +84,7 @@ class CapturedPrompt:
         with self.cache.decode_step(width):
             now = [tensor.data_ptr() for tensor in self.cache.static_tensors()]
             if capture is not None and addresses == now:
-                logits = capture.replay()
+                logits = capture.replay() if is_last else capture.replay(head=False)
             else:
                 capture = self._capture(inputs)
                 if capture is None:
@@ -100,7 +102,7 @@ class CapturedPrompt:
 
     def _capture(self, inputs: tuple) -> Capture | None:
         try:
-            return self.new_capture(lambda: self.forward(*inputs), inputs[0].numel())
+            return self.new_capture(lambda: self.forward(*inputs), inputs[0].numel(), inputs[2])
         except Exception as error:  # an error of the forward's own shows again when it runs eagerly
             if not isinstance(error, NotReplayable):
                 logger.warning_once(f"prompts run eagerly, which is slower, as one could not be captured: {error}")

@@ -76,23 +76,23 @@ class CapturedStep:
         rows = min(width, next(rows for rows in LOGITS if rows >= max(len(index), width // 8)))
         self.pages.fill(requests, width)
         self._index.numpy()[: len(index)], self._index.numpy()[len(index) : rows] = index, 0
-        logits, best = self._forward(width, rows)
+        logits, best = self._forward(width, rows, bool(index))
         return logits[: len(index)], best[: len(index)]
 
-    def _forward(self, width: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(self, width: int, rows: int, head: bool) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_capturable or is_being_watched():
             return self._compute(width, rows, False)
         kind = width, rows
         captured = self._captures.pop(kind, None)
         if captured is not None and captured.version == self.pages.version:
             self._captures[kind] = captured
-            return captured.capture.replay()
+            return captured.capture.replay(head)
         self._eager[kind] += 1
         if self._eager[kind] <= (FEW_EAGER if width <= FEW_TOKENS else MANY_EAGER):
             return self._compute(width, rows, False)
         self.is_steady = False
         try:
-            captured = _Captured(self.pages.version, Capture(lambda: self._compute(width, rows, True)))
+            captured = _Captured(self.pages.version, Capture(lambda: self._compute(width, rows, True), self._index))
         except Exception as error:  # an error of the forward's own shows again when it runs eagerly
             if not isinstance(error, NotReplayable):
                 logger.warning_once(f"forwards run eagerly, which is slower, as one could not be captured: {error}")
