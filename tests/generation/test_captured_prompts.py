@@ -5,6 +5,7 @@ import torch
 from helpers import TINY_MODELS, left_padded_batch
 from native_loop import NATIVE_LOOP, served_model, transformers_loop
 
+from hf_efficient.generation import ragged_model
 from hf_efficient.generation.replay import captured_forward, captured_prompt
 from hf_efficient.generation.replay.captured_prompt import CapturedPrompt
 from hf_efficient.kernels.replay import recorder
@@ -119,6 +120,21 @@ def test_memory_of_all_captures_is_bounded(monkeypatch, replays):
     generates_as_transformers(served_model("llama"), [left_padded_batch((72,), seed=seed) for seed in range(12)])
     assert set(kept) == {1} and len(replays) == 2, "of the widths 32, 32, 8 the second replays the first"
     assert len(kept) == 2, "prompts 2 and 7: captures that do not fit are not made again in every call"
+
+
+@pytest.mark.parametrize(("budget", "widths"), [(1 << 30, {32, 8}), (31, {16, 8})])
+def test_activations_of_a_chunk_stay_within_the_budget(budget, widths, monkeypatch):
+    shapes, read = set(), CapturedPrompt._read
+
+    def noted(self, *args):
+        logits = read(self, *args)
+        shapes.update(width for _, width in self._captures)
+        return logits
+
+    monkeypatch.setattr(ragged_model, "tokens_within_budget", lambda model: budget)
+    monkeypatch.setattr(CapturedPrompt, "_read", noted)
+    generates_as_transformers(served_model("llama"), [left_padded_batch((40,), seed=seed) for seed in range(3)])
+    assert shapes == widths
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "gpt2"])

@@ -26,7 +26,7 @@ LOGITS = (32, 64, 128, 256, 512)
 # A capture costs about three forwards. Of few tokens it saves half of each later one, of many a sixth: those run
 # eagerly more often before they are captured.
 FEW_TOKENS, FEW_EAGER, MANY_EAGER = 64, 1, 8
-MAX_OUTPUT_BYTES = 512 << 20  # of all captures over the pages of one manager
+REST = 4  # a kind whose capture made room for others runs eagerly that many times more often each time
 
 
 class _Captured(NamedTuple):
@@ -42,6 +42,7 @@ class CapturedStep:
         forward: forward(tokens, positions, index, is_captured) -> logits [rows, vocabulary] of the tokens whose numbers
             `index` int64 [rows] holds.
         is_capturable: whether forwards are captured; else each runs eagerly.
+        most_bytes: of the results of all captures (`kept_bytes`); the latest stays in any case.
 
     Attributes:
         is_steady: whether the last call takes as long again: none of its forwards was captured.
@@ -49,11 +50,12 @@ class CapturedStep:
 
     is_steady = True
 
-    def __init__(self, pages: RequestPages, forward: Callable, is_capturable: bool):
-        self.pages, self.forward, self.is_capturable = pages, forward, is_capturable
+    def __init__(self, pages: RequestPages, forward: Callable, is_capturable: bool, most_bytes: int):
+        self.pages, self.forward, self.is_capturable, self.most_bytes = pages, forward, is_capturable, most_bytes
         self._index = torch.zeros(LOGITS[-1], dtype=torch.int64)
         self._captures: dict[tuple[int, int], _Captured] = {}  # by (width, rows), the latest used last
         self._eager: Counter[tuple[int, int]] = Counter()  # forwards that were not replayed
+        self._dropped: Counter[tuple[int, int]] = Counter()  # captures that made room for others
 
     def __call__(self, requests: list[NewTokens], wanted: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends the tokens of `requests` to their pages. wanted: after how many of its last new tokens the logits are
@@ -108,8 +110,11 @@ class CapturedStep:
         return logits, logits.argmax(-1)
 
     def _drop_oldest(self) -> None:
-        while len(self._captures) > 1 and sum(c.capture.nbytes for c in self._captures.values()) > MAX_OUTPUT_BYTES:
-            del self._captures[next(iter(self._captures))]
+        while len(self._captures) > 1 and sum(c.capture.nbytes for c in self._captures.values()) > self.most_bytes:
+            dropped = next(iter(self._captures))
+            del self._captures[dropped]
+            self._dropped[dropped] += 1
+            self._eager[dropped] = -(REST ** self._dropped[dropped])
 
 
 def _wanted(counts: list[int], wanted: list[int]) -> Sequence[int]:
