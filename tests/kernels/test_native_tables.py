@@ -1,4 +1,4 @@
-"""Products with weights in NF4, FP4, k-means and float8 E4M3 by the C++ kernels, in every tier."""
+"""Products with weights in NF4, FP4, k-means and float8 by the C++ kernels, in every tier."""
 
 import pytest
 import torch
@@ -41,13 +41,17 @@ def test_codebooks(name, bits, n, k, group, tier):
 def float8_tensors(format: Float8Format, n: int, k: int) -> dict[str, torch.Tensor]:
     """Canonical tensors with codes of all sizes, subnormal ones among them."""
     weight = torch.randn(n, k) * torch.logspace(-4, 2, k)
-    codes = weight.clamp(-448, 448).to(torch.float8_e4m3fn)
+    codes = weight.clamp(-448, 448).to(format.codes_dtype)
     tensors = {"qweight": codes, "scale": torch.rand(format.shapes(n, k)["scale"]) * 0.01 + 0.001}
     return tensors | ({"activation_scale": torch.tensor([0.01])} if format.static else {})
 
 
 @pytest.mark.parametrize(
-    "format", [Float8Format(), Float8Format("tensor"), Float8Format("block"), Float8Format(static=True)]
+    "format",
+    [
+        *(Float8Format(), Float8Format("tensor"), Float8Format("block"), Float8Format(static=True)),
+        *(Float8Format(is_e5m2=True), Float8Format("block", is_e5m2=True)),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 def test_float8(dtype, format, tier):
@@ -70,8 +74,9 @@ def test_float8(dtype, format, tier):
             assert error(layout.matmul(x, bias), rounded @ weight.t() + bias.double()) < limit, (n, k, rows)
 
 
-def test_every_float8_is_itself(tier):
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_every_float8_is_itself(dtype, tier):
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
     codes = codes[codes.float().isfinite()].view(1, -1)
     layout = NativeFloat8Layout.pack(codes, torch.ones(1, 1), torch.ones(1), torch.float32, by_block=False)
     y = layout.matmul(torch.eye(codes.shape[1]))

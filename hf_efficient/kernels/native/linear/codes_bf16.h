@@ -2,10 +2,12 @@
 
 #pragma once
 
-static INLINE float float8_value(int magnitude) {  // of E4M3
-    const int exponent = magnitude >> 3, mantissa = magnitude & 7;
+static INLINE float float8_value(int magnitude) {  // of E4M3, or of E5M2, whose infinity and NaN are not loaded
+    constexpr int BITS_BEHIND = KIND == FLOAT8 ? 3 : 2, LEAST = KIND == FLOAT8 ? -9 : -16;
+    const int exponent = magnitude >> BITS_BEHIND, mantissa = magnitude & ((1 << BITS_BEHIND) - 1);
     if (magnitude == 127) return __builtin_nanf("");
-    return exponent ? __builtin_ldexpf(8 + mantissa, exponent - 10) : __builtin_ldexpf(mantissa, -9);
+    if (!exponent) return __builtin_ldexpf(mantissa, LEAST);
+    return __builtin_ldexpf((1 << BITS_BEHIND) + mantissa, LEAST + exponent - 1);
 }
 
 struct Codes : Lines {
@@ -18,7 +20,7 @@ struct Codes : Lines {
         uint16_t values[128];
         for (int i = 0; i < 128; i++) {
             const int code = i % (1 << BITS);
-            if (KIND == FLOAT8) values[i] = bfloat16_bits(float8_value(i));
+            if (IS_FLOAT8) values[i] = bfloat16_bits(float8_value(i));
             else values[i] = bfloat16_bits(BITS == 8 ? i + 0.5f : numbers ? numbers[code] : code - MIDDLE);
         }
         if (BITS == 8) {
