@@ -1,4 +1,4 @@
-// Dot products of registers alone: what no product of matrices can exceed. benchmarks/cpu_peaks.py compiles and times it.
+// Dot products of registers alone: what no product of matrices can exceed. benchmarks/cpu_peaks.py runs them.
 
 #include <stdint.h>
 

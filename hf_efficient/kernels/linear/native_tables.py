@@ -34,7 +34,7 @@ class NativeTableLayout(NativeLayout):
     Args:
         packed: the codes, as `pack_lines` makes them.
         scale: [blocks, G, 16], bfloat16 or float32.
-        table: float32 [2 ** bits], numbers of bfloat16; None for float8.
+        table: float32 [2 ** bits], numbers of the dtype of the inputs; None for float8.
         x_scale: of static inputs, float32 [1], or None.
         scheme: bits, group (columns), N, K, what shares a scale of rounded inputs (0: they are not rounded), and the
             kind of codes.
@@ -57,17 +57,17 @@ class NativeTableLayout(NativeLayout):
 
 
 class NativeCodebookLayout(NativeTableLayout):
-    """bfloat16 inputs, one table for the whole weight."""
+    """One table for the whole weight."""
 
     @classmethod
     def pack(cls, qweight, table, scale, bits, group_size, in_features, dtype) -> "NativeCodebookLayout | None":
         """From canonical tensors; None where the kernels do not serve them or are not compiled."""
-        serves = dtype is torch.bfloat16 and len(table) == 1 and stored_bits(bits, scale.shape[1], group_size) == bits
+        serves = dtype in FLOATS and len(table) == 1 and stored_bits(bits, scale.shape[1], group_size) == bits
         if not serves or qweight.device.type != "cpu" or kernel(bits, CODEBOOK) is None:
             return None
         packed = pack_lines(qweight, bits, in_features, bits)
         scale = in_blocks(
-            scale if scale.dtype is dtype else scale.float(), len(qweight)
+            scale if scale.dtype is torch.bfloat16 else scale.float(), len(qweight)
         ).clone()  # maybe of a larger one
         group = in_features if scale.shape[1] == 1 else group_size
         scheme = bits, group, len(qweight), in_features, 0, CODEBOOK

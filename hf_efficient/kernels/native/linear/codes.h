@@ -22,7 +22,7 @@ struct Weight {  // mirrored in kernels/linear/native_cpu.py
     int64_t scale_is_float;
     int64_t rounds_inputs;  // which bfloat16 inputs are rounded to int8; of float8 see float8_inputs.h
     int64_t zero_is_float;
-    const float *table;    // CODEBOOK: 2 ** BITS numbers of bfloat16, as floats
+    const float *table;    // CODEBOOK: 2 ** BITS numbers, of bfloat16 where x is
     const float *x_scale;  // float8: of static inputs, or null
 };
 

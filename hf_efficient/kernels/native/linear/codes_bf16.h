@@ -1,4 +1,5 @@
-// Codes as pairs of bfloat16, by look-ups in registers. 8 bits: of 128 magnitudes.
+// Codes as pairs of bfloat16, by look-ups in registers. 8 bits: of 128 magnitudes. For x in float the numbers of a
+// table are looked up as floats.
 
 #pragma once
 
@@ -15,6 +16,7 @@ struct Codes : Lines {
     static constexpr bool LOOKS_UP = true;
     static constexpr float factor(int) { return 1; }
     __m512i table[BITS == 8 ? 4 : 1];
+    Floats numbers_of_table;
 
     explicit Codes(const float *numbers = nullptr) {
         uint16_t values[128];
@@ -29,6 +31,8 @@ struct Codes : Lines {
         } else {
             table[0] = _mm512_loadu_si512(values);
         }
+        if (KIND == CODEBOOK && numbers)
+            for (int i = 0; i < LANES; i++) numbers_of_table[i] = numbers[i % (1 << BITS)];
     }
 
     INLINE void decode(const uint8_t *line, Pairs *out) const {  // 16 lanes of two bfloat16
@@ -49,6 +53,17 @@ struct Codes : Lines {
     }
 
     INLINE void decode(const uint8_t *line, Floats *out) const {
+        if constexpr (KIND == CODEBOOK) {
+            Words words[LINES];
+            load(line, words);
+#pragma GCC unroll 16
+            for (int j = 0; j < PAIRS; j++) {
+                const Words both = shifted(words, j);
+                out[2 * j] = look_up(numbers_of_table, both);
+                out[2 * j + 1] = look_up(numbers_of_table, both >> 16);
+            }
+            return;
+        }
         Pairs both[PAIRS];
         decode(line, both);
 #pragma GCC unroll 16
