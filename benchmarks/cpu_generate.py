@@ -31,8 +31,9 @@ process `peak_memory_bytes` is the peak of all it did.
 - "stock compiled": transformers' static cache and its own compilation, which needs a private flag on a CPU.
 - "int8 inputs": `int8_on_cpu=True`, else "auto"; llama.cpp rounds inputs, too. torchao's int4 has no CPU path.
 - llama.cpp: llama-cpp-python on the GGUF of the sample model (Q4_1 layers, Q8_0 embedding and head), by its low-level
-  calls and numpy's argmax, batch 1. "int4, int8 head" has the same sizes; "int4" leaves the head in bfloat16; "the
-  GGUF" is that file adopted, with its weights as they are and a head in bfloat16, so it generates what llama.cpp does.
+  calls and numpy's argmax, batch 1. "int4, int8 head" has the same sizes; "int4" leaves the head in bfloat16,
+  "int4, int4 head" has 4 bits there, too; "the GGUF" is that file adopted, with its weights as they are and a head in
+  bfloat16, so it generates what llama.cpp does.
 
 Peers may be installed in a folder on PYTHONPATH (pip install --target FOLDER --no-deps bitsandbytes torchao
 optimum-quanto). llama.cpp is built from source for this CPU, which takes ten minutes on two cores:

@@ -6,7 +6,7 @@ from harness import rounded
 
 
 LOOKUP = ", prompt lookup"  # of the same process, asked for it
-LIKE = "ours int4, int8 head"  # as llama.cpp has it
+LIKE, LEAST = "ours int4, int8 head", "ours int4, int4 head"  # as llama.cpp has it; all in 4 bits
 SAME = "ours, the GGUF"  # which llama.cpp runs
 SMALLEST, SAVED = "ours int4, embeddings", "ours bf16"  # the latter loads whatever a folder says it is
 FORMATS = {  # way -> what its decode speed is compared with, and the least ratio
@@ -31,7 +31,7 @@ def goals(rows: list[dict], quick: bool) -> list[dict]:
     lines = []
     for prompt in (32, 1024):
         lines += [
-            (f"{LIKE} over llama.cpp", 1.0, decode, LIKE, "llama.cpp", 1, prompt),
+            *((f"{way} over llama.cpp", 1.0, decode, way, "llama.cpp", 1, prompt) for way in (LEAST, LIKE)),
             (f"{LIKE} over stock", 4.0, decode, LIKE, STOCK, 1, prompt),
             ("ours int8 over stock", 2.5, decode, "ours int8", STOCK, 1, prompt),
             (f"{LIKE} over stock", 2.5, decode, LIKE, STOCK, 8, prompt),
@@ -51,9 +51,8 @@ def goals(rows: list[dict], quick: bool) -> list[dict]:
     reached.append(
         ("decode with prompt lookup over plain llama.cpp, copying", 2.5, ours / theirs if ours and theirs else None)
     )
-    fresh = [found.get((way, 1, "fresh process"), {}).get("first_token_s", {}).get("median") for way in (STOCK, LIKE)]
-    goal = "seconds to the first token of a fresh process below stock's + 4"
-    reached.append((goal, 0.0, fresh[0] + 4 - fresh[1] if all(fresh) else None))
+    first = median("first_token_s", f"{LIKE}, saved", 1, "fresh process")
+    reached.append((f"3.2 s over the first token of a fresh process of {LIKE}, saved", 1.0, first and 3.2 / first))
     peaks = {way: found.get((way, 1, "fresh process"), {}).get("peak_memory_bytes") for way in MEMORY}
     for other, least in ((STOCK, 1 / 0.75), ("llama.cpp", 1 / 1.4)):
         for way in MEMORY[2:]:

@@ -37,7 +37,7 @@ from pathlib import Path
 
 import harness
 import torch
-from cpu_generate_goals import FORMATS, LIKE, SAVED
+from cpu_generate_goals import FORMATS, LEAST, LIKE, SAVED
 from cpu_generate_models import Texts, folder_of
 from cpu_generate_ways import STOCK, WAYS, Worker
 from harness import rounded
@@ -45,15 +45,15 @@ from harness import rounded
 from hf_efficient.evaluation import environment, samples
 
 
-OURS = (SAVED, "ours int4", LIKE, "ours W8A8")
+OURS = (SAVED, "ours int4", LEAST, LIKE, "ours W8A8")
 CHOICES = (STOCK, "llama.cpp", *(way for way in WAYS if way.startswith("ours")))
 CASES = ("1x32+64", "1x1024+64", "8x32+64", "32x32+64", "1x512", "8x128", "32x128")
 ENGINES = str(Path(__file__).with_name("cpu_generate_engines.py"))
 GOALS = [  # ours, the peer (or the same at another case), the case, of which the ratio of speeds is to be at least
     *((LIKE, "OpenVINO", case, least) for case, least in (("1x512", 1.3), ("8x128", 1.3), ("32x128", 1.2))),
     *((SAVED, "vLLM", case, 1.15) for case in ("1x512", "8x128", "32x128")),
-    *((way, "llama.cpp", "1x32+64", 2.0) for way in ("ours int4", LIKE)),
-    *((way, "ONNX Runtime", "1x32+64", 1.5) for way in ("ours int4", LIKE)),
+    *((way, "llama.cpp", "1x32+64", 2.0) for way in (LEAST, LIKE)),
+    *((way, "ONNX Runtime", "1x32+64", 1.5) for way in (LEAST, LIKE)),
     *((LIKE, peer, "32x32+64", 1.5) for peer in ("OpenVINO", "ONNX Runtime", "vLLM")),
     *((way, like, "1x32+64", least) for way, (like, least) in FORMATS.items()),
     *((way, STOCK, "1x32+64", 3.0) for way in FORMATS),

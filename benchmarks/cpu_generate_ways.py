@@ -157,6 +157,7 @@ WAYS = {
     "ours int8": ours(bits=8),
     "ours int8, int8 inputs": ours(bits=8, int8_on_cpu=True),
     "ours int4": ours(bits=4),
+    "ours int4, int4 head": ours(bits=4, quantize_lm_head=True),
     "ours int4, int8 head": ours(**LIKE_LLAMA),
     "ours int4, int8 head, int8 inputs": ours(**LIKE_LLAMA, int8_on_cpu=True),
     "ours int4, embeddings": ours(bits=4, embeddings=True),

@@ -6,12 +6,19 @@
 Layers of SmolLM2-135M and of an 8B model in bfloat16, 1 to 1024 tokens. Every contender rotates over copies of its
 weight that together do not fit the last-level cache, and the contenders take turns, so that changes of the machine's
 speed hit all of them. Times are medians with quartiles in microseconds; GB/s are bytes of the weight over the median,
-beside the bandwidth at which all threads read memory.
+beside the bandwidth at which all threads read memory. `gop_s` are 2 * rows * N * K over the median, `of_dot_peak` their
+share of what cpu_peaks.py measures in the same process: of int8 dot products where inputs are rounded, else of
+bfloat16's.
+The products of a prompt, beside the peak:
+
+    python benchmarks/cpu_linear.py --rows 512 --contenders "bf16,bf16 recorded,int8,int4,int8 rounded,int4 rounded,w8a8
+        native" --output benchmarks/results/cpu_linear_prompts.json
 
 "int4" and "int8" are what a layer uses where C++ kernels can be compiled; "int4 torch" and "int8 torch" are what it
 uses elsewhere, torch's operators. `INT4_NATIVE_ROWS` and `INT8_NATIVE_ROWS` of hf_efficient.kernels.linear.torch_cpu
 follow from the crossings reported at the end. "50 %" and "2:4" are pruned bfloat16 weights, stored sparse. "bf16
-recorded" is our own dense product, as captured forwards run it.
+recorded" is our own dense product, as captured forwards run it. "rounded" are `int8_on_cpu=True`; "w8a8 native" what
+`W8A8Config` runs, "w8a8" torch's operators.
 """
 
 import ctypes
@@ -25,6 +32,7 @@ import time
 import harness
 import torch
 import torch.nn.functional as F
+from cpu_peaks import dot_peaks
 
 from hf_efficient.evaluation import environment
 from hf_efficient.formats.bitmap import BitmapFormat
@@ -33,6 +41,7 @@ from hf_efficient.formats.trellis import TrellisFormat
 from hf_efficient.kernels.linear import w8a8 as activation_linear
 from hf_efficient.kernels.linear.codes import packed_width
 from hf_efficient.kernels.linear.torch_cpu import Int4CpuLayout, Int8CpuLayout
+from hf_efficient.kernels.linear.w8a8_layouts import int8_layout
 from hf_efficient.kernels.linear.weight_only import device_layout
 from hf_efficient.kernels.replay import instructions, recorder
 
@@ -44,7 +53,7 @@ SECONDS_A_CASE = 0.3
 GROUP = 64
 
 
-def compiled(bits: int):
+def compiled(bits: int, rounds_inputs: bool = False):
     """What a layer of `bits` bits computes with: groups with zero points, 8 bits per channel and symmetric."""
 
     def make(n: int, k: int):
@@ -53,7 +62,7 @@ def compiled(bits: int):
         scale = torch.rand(n, 1 if bits == 8 else k // GROUP).bfloat16()
         zero_point = None if bits == 8 else torch.randint(0, 2**bits, scale.shape, dtype=torch.uint8)
         arguments = dict(bits=bits, group_size=group, in_features=k, dtype=torch.bfloat16)
-        return device_layout(codes, scale, zero_point, **arguments)
+        return device_layout(codes, scale, zero_point, **arguments, int8_on_cpu=rounds_inputs)
 
     return make
 
@@ -84,6 +93,11 @@ def int8_torch(n: int, k: int) -> Int8CpuLayout:
 def w8a8(n: int, k: int):
     codes, scale = torch.randint(-127, 128, (n, k), dtype=torch.int8), torch.rand(n, 1)
     return lambda x: activation_linear.quantized_linear(x, codes, scale, format="int8")
+
+
+def w8a8_native(n: int, k: int):
+    tensors = {"qweight": torch.randint(-127, 128, (n, k), dtype=torch.int8), "scale": torch.rand(n, 1)}
+    return int8_layout(tensors, torch.bfloat16, "int8", None)
 
 
 def bf16(n: int, k: int):
@@ -144,8 +158,10 @@ def bitsandbytes_nf4(n: int, k: int):
 
 
 BYTES_A_WEIGHT = {"bf16": 2, "bf16 recorded": 2, "50 %": 9 / 8, "2:4": 9 / 8}
-BYTES_A_WEIGHT |= dict.fromkeys(("int8", "w8a8", "torchao int8", "torchao w8a8", "int8 torch"), 1)
+BYTES_A_WEIGHT |= dict.fromkeys(("int8", "int8 rounded", "w8a8", "torchao int8", "torchao w8a8", "int8 torch"), 1)
 BYTES_A_WEIGHT |= {f"int{bits}": bits / 8 + 3 / GROUP for bits in (2, 3, 4)}
+BYTES_A_WEIGHT["int4 rounded"] = BYTES_A_WEIGHT["int4"]
+ROUNDED = ("int4 rounded", "int8 rounded", "w8a8", "w8a8 native", "torchao w8a8")  # whose inputs are
 INT4_BYTES = 0.5 + 4 / GROUP  # torch's operators
 BYTES_A_WEIGHT |= {f"trellis {bits}": bits / 8 for bits in (2, 3, 4)}
 CONTENDERS = {  # name -> (make, method of the object to time; None: the object itself)
@@ -164,7 +180,10 @@ CONTENDERS = {  # name -> (make, method of the object to time; None: the object 
     "int8 torch": (int8_torch, "matmul"),
     "int8 torch native": (int8_torch, "native"),
     "int8 torch dequantize": (int8_torch, "many_rows"),
+    "int4 rounded": (compiled(4, True), "matmul"),
+    "int8 rounded": (compiled(8, True), "matmul"),
     "w8a8": (w8a8, None),
+    "w8a8 native": (w8a8_native, "matmul"),
     "torch int4pack": (torch_int4pack, None),
     "torchao int8": (torchao("Int8WeightOnlyConfig"), None),
     "torchao w8a8": (torchao("Int8DynamicActivationInt8WeightConfig"), None),
@@ -197,7 +216,9 @@ def contenders(n: int, k: int, names: list[str], rotate: float = ROTATE_BYTES) -
     return calls
 
 
-def measure(n: int, k: int, bandwidth: float, names: list[str], counts: tuple[int, ...] = ROWS) -> list[dict]:
+def measure(
+    n: int, k: int, bandwidth: float, peaks: dict[str, float], names: list[str], counts: tuple[int, ...] = ROWS
+) -> list[dict]:
     """One record for every contender and number of rows in `counts`."""
     records = []
     with torch.no_grad():
@@ -224,6 +245,9 @@ def measure(n: int, k: int, bandwidth: float, names: list[str], counts: tuple[in
                 record |= {"us": round(median, 1), "quartiles": [round(low, 1), round(high, 1)]}
                 record |= {"times_bf16": round(dense / median, 3), "gb_s": round(speed, 2)}
                 record["of_read_bandwidth"] = round(speed / bandwidth, 3)
+                record["gop_s"] = round(2 * rows * n * k / median / 1e3, 1)
+                if peak := peaks.get("int8" if name in ROUNDED else "bfloat16"):
+                    record["of_dot_peak"] = round(record["gop_s"] / peak, 3)
                 records.append(record)
             print(n, k, rows, {r["kernel"]: r["times_bf16"] for r in records[-len(calls) :]}, flush=True)
     return records
@@ -251,10 +275,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     bandwidth = harness.read_bandwidth(10)
-    print(f"read bandwidth {bandwidth:.1f} GB/s")
+    peaks = dot_peaks(options.threads)
+    print(f"read bandwidth {bandwidth:.1f} GB/s, dot products {peaks} GOP/s")
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
     names, counts = options.contenders.split(","), tuple(map(int, options.rows.split(",")))
-    records = [record for shape in shapes for record in measure(*shape, bandwidth, names, counts)]
+    records = [record for shape in shapes for record in measure(*shape, bandwidth, peaks, names, counts)]
     crossings = [name for name in ("int4", "int8") if f"{name} torch native" in names and counts == ROWS]
     result = {
         "question": "a linear layer on CPU: bf16, ours and peers; microseconds, interleaved",
@@ -266,6 +291,7 @@ def main(arguments: list[str] | None = None) -> int:
         },
         "load_average": os.getloadavg(),
         "read_bandwidth_gb_s": round(bandwidth, 2),
+        "dot_product_peaks_gop_s": {kind: round(peak, 1) for kind, peak in peaks.items()},
         "native_up_to_rows": {name: crossing(records, f"{name} torch") for name in crossings},
         "results": records,
     }

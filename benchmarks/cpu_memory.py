@@ -152,14 +152,13 @@ def main() -> None:
                 if name.endswith(", saved"):
                     row["checkpoint_bytes"] = sum(file.stat().st_size for file in Path(saved).glob("*.safetensors"))
                     row["imports_bytes"] = imports()[0]
-            row |= {"date": time.strftime("%Y-%m-%d %H:%M"), "commit": environment.describe()["commit"]}
+            row |= {"environment": environment.describe(), "threads": options.threads}
             row = rounded(row)
             print(row, flush=True)
             rows = [other for other in rows if (other["model"], other["way"]) != (model, name)] + [row]
             result = {
                 "question": "resident memory of a process that loads a model and generates on a CPU",
                 "environment": environment.describe(),
-                "threads": options.threads,
                 "goals": goals(rows),
                 "results": rows,
             }

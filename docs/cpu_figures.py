@@ -13,6 +13,7 @@ DECODERS = {
     "ours bf16": "**hf_efficient**, bfloat16",
     "ours int8": "**hf_efficient**, int8",
     "ours int4": "**hf_efficient**, int4",
+    "ours int4, int4 head": "**hf_efficient**, int4, output head in int4",
     "ours int4, int8 head": "**hf_efficient**, int4, output head in int8",
     "ours int4, embeddings": "**hf_efficient**, int4, embeddings and head in int8",
     "ours int3": "**hf_efficient**, int3",
@@ -28,6 +29,7 @@ DECODERS = {
 ENGINES = (
     "ours bf16",
     "ours int4",
+    "ours int4, int4 head",
     "ours int4, int8 head",
     "ours W8A8",
     "llama.cpp",
@@ -79,8 +81,9 @@ def fresh() -> str:
 def engines() -> str:
     """generate() on a CPU beside engines with environments of their own."""
     results = [row for row in load("cpu_generate_peers")["results"] if row["model"] == "smollm2"]
-    rows, names = [], {name: label for name, label in DECODERS.items() if name in ENGINES}
-    names |= {name: name for name in ENGINES if name not in names}
+    measured = {row["way"] for row in results}
+    rows, names = [], {name: label for name, label in DECODERS.items() if name in ENGINES and name in measured}
+    names |= {name: name for name in ENGINES if name not in names and name in measured}
     for case, run in dict.fromkeys((row["case"], row["run"]) for row in results):
         found = {row["way"]: row for row in results if (row["case"], row["run"]) == (case, run)}
         if all(name.startswith("ours") or name not in ENGINES for name in found):

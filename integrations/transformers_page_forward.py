@@ -4,6 +4,7 @@ import torch
 
 from hf_efficient.cache.request_pages import RequestPages
 from hf_efficient.generation import model_state
+from hf_efficient.generation.replay.captured_forward import kept_bytes
 from hf_efficient.generation.replay.captured_step import CapturedStep
 
 
@@ -25,7 +26,8 @@ class PageForwards:
             version, self._unlooked = model_state.current(model), 0
             if version is not self._version:
                 self._version = version
-                self._step = CapturedStep(self.pages, _forward_of(model, self.pages), version.is_capturable)
+                forward, most_bytes = _forward_of(model, self.pages), kept_bytes(model)
+                self._step = CapturedStep(self.pages, forward, version.is_capturable, most_bytes)
         return self._step
 
 

@@ -82,7 +82,8 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         if self.pre_quantized:
             return False
-        return any(map(self.on_arrival, self.stands_for(param_name)))
+        own = self.stands_for(param_name)
+        return len(own) > 1 or any(map(self.on_arrival, own))
 
     def stands_for(self, name: str) -> tuple[str, ...]:
         """Names of the weights that the tensor `name` of a checkpoint becomes: two where the output embedding was tied

@@ -95,8 +95,8 @@ class QuantizeOnArrival(OnArrival):
                 if quantizer.on_arrival(own):
                     config = quantizer.quantization_config.for_module(own.rpartition(".")[0])
                     out.update(tensor_parallel.own_parts(model, quantizer.quantize(own, tensor, config)))
-                else:
-                    out[own] = tensor
+                else:  # what is to be calibrated is written to: an untied output embedding needs its own memory
+                    out[own] = tensor if own == name else tensor.clone()
             del tensor
         return out
 

@@ -32,6 +32,8 @@ def gptq(rows, columns, dtype, bits=4, size=32, symmetric=False, version="gptq",
     g_idx = torch.arange(columns) // size
     if order == "activation":
         g_idx = g_idx[torch.randperm(columns)]
+    if order == "shared":  # by all weights with so many columns
+        g_idx = g_idx[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
     if order == "groups":
         g_idx = g_idx.view(groups, size).flip(0).flatten()
     stored = zero - 1 if version == "gptq" else zero
@@ -43,7 +45,7 @@ def gptq(rows, columns, dtype, bits=4, size=32, symmetric=False, version="gptq",
     }
     weight = (codes - zero[:, g_idx]).half() * scale[:, g_idx]
     config = {"quant_method": "gptq", "bits": bits, "group_size": size if groups > 1 else -1, "sym": symmetric}
-    return parts, weight, {**config, "desc_act": order == "activation", "checkpoint_format": version}
+    return parts, weight, {**config, "desc_act": order in ("activation", "shared"), "checkpoint_format": version}
 
 
 def awq(rows, columns, dtype, size=32):
@@ -123,7 +125,17 @@ def fp4(rows, columns, dtype, kind="nvfp4"):
     return parts, weight, compressed_tensors_config(f"{kind}-pack-quantized", weights)
 
 
-def plain(rows, columns, dtype, kind="int", strategy="channel", dynamic=True, inputs=True, symmetric=True):
+def plain(
+    rows,
+    columns,
+    dtype,
+    kind="int",
+    strategy="channel",
+    dynamic=True,
+    inputs=True,
+    symmetric=True,
+    float8=torch.float8_e4m3fn,
+):
     """compressed-tensors' "int-quantized" and "float-quantized"."""
     shape = {"channel": (rows, 1), "tensor": (1,), "block": (-(-rows // 128), -(-columns // 128))}[strategy]
     scale = random_scale(*shape, dtype=dtype, bits=8) if len(shape) == 2 else random_scale(1, 1, dtype, 8)[0]
@@ -133,7 +145,7 @@ def plain(rows, columns, dtype, kind="int", strategy="channel", dynamic=True, in
     if kind == "int":
         codes = torch.randint(-128, 128, (rows, columns)).to(torch.int8)
     else:
-        codes = (torch.randn(rows, columns) * 50).to(torch.float8_e4m3fn)
+        codes = (torch.randn(rows, columns) * 50).to(float8)
     parts = {"weight": codes, "weight_scale": scale}
     if inputs and not dynamic:
         parts["input_scale"] = torch.full((1,), 0.05, dtype=dtype)

@@ -58,6 +58,7 @@ METHODS = {
     "w8a8_smoothquant": dict(quant_method="efficient_w8a8", method="smoothquant"),
     "llm_int8": dict(quant_method="efficient_w8a8", method="llm_int8"),
     "fp8": dict(quant_method="efficient_w8a8", dtype="fp8"),
+    "fp8_e5m2": dict(quant_method="efficient_w8a8", dtype="fp8_e5m2"),
     "fp8_columns": dict(quant_method="efficient_w8a8", dtype="fp8", method="llm_int8", outlier_columns=4),
     "bitnet": dict(quant_method="efficient_bitnet"),
     "magnitude_layer": dict(_SPARSE, sparsity=0.3, method="magnitude", group="layer"),

@@ -101,7 +101,7 @@ def _observer_of(config, symmetric: bool):
     """The observer that a `W8A8Config` names, of one range for the whole tensor."""
     if config.observer == "percentile":
         return PercentileObserver("tensor", symmetric, config.percentile)
-    best = "absmax" if config.dtype == "fp8" or config.method == "smoothquant" else "mse"
+    best = "absmax" if config.dtype != "int8" or config.method == "smoothquant" else "mse"
     return _OBSERVERS[config.observer or best]("tensor", symmetric)
 
 
@@ -113,4 +113,4 @@ def activation_tensors(low: torch.Tensor, high: torch.Tensor, format) -> dict[st
         scale = ((high - low) * (1 / 255)).clamp_min(2.0**-100)
         zero = ((-low * (1 / scale)).clamp_(0, 255).round_() - 128).to(torch.int8)
         return {"activation_scale": scale, "activation_zero_point": zero}
-    return {"activation_scale": (torch.maximum(-low, high) * (1 / format.largest)).clamp_min(2.0**-100)}
+    return {"activation_scale": (torch.maximum(-low, high) * (1 / format.largest_input)).clamp_min(2.0**-100)}

@@ -18,6 +18,7 @@ DTYPES = {  # torch's -> safetensors'
     torch.int8: "I8",
     torch.int32: "I32",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float32: "F32",

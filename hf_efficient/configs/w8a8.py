@@ -4,7 +4,7 @@ from hf_efficient.configs.base import CONFIG_VERSION, CompressionConfig
 from hf_efficient.configs.checks import check, check_choices, check_flags, is_integer, is_number
 
 
-DTYPES = ("int8", "fp8")
+DTYPES = ("int8", "fp8", "fp8_e5m2")
 METHODS = ("absmax", "zeropoint", "smoothquant", "llm_int8")
 OBSERVERS = ("absmax", "percentile", "entropy", "mse")
 _THRESHOLD, _PERCENTILE = 6.0, 99.99
@@ -14,7 +14,8 @@ class W8A8Config(CompressionConfig):
     """Weights and activations in 8 bits. Pass it as `quantization_config` to `from_pretrained`.
 
     Args:
-        dtype ("int8" or "fp8"; default "int8"): of the codes; "fp8" is float8 E4M3.
+        dtype ("int8", "fp8" or "fp8_e5m2"; default "int8"): of the codes; "fp8" is float8 E4M3. "fp8_e5m2": weights in
+            E5M2, of wider range and half the precision, with inputs in E4M3.
         method (str; default "absmax"): "absmax": symmetric grids. "zeropoint": int8 grids that span the range of
             weights and of activations. "smoothquant" (https://arxiv.org/abs/2211.10438): absmax weights after scales
             have moved outliers from the activations to the weights; needs `calibration`; int8 activations span their
@@ -96,8 +97,8 @@ class W8A8Config(CompressionConfig):
         from hf_efficient.formats.w8a8 import Float8Format, Int8Format
 
         static = self.activations == "static"
-        if self.dtype == "fp8":
-            inner = Float8Format(self.weights, static, self.outlier_columns)
+        if self.dtype != "int8":
+            inner = Float8Format(self.weights, static, self.outlier_columns, self.dtype == "fp8_e5m2")
         else:
             inner = Int8Format(
                 per_channel=self.weights == "channel",
@@ -120,21 +121,25 @@ class W8A8Config(CompressionConfig):
 
 def _check_combination(scheme) -> None:
     """Raises ValueError for a value that does not go with another."""
-    is_fp8, static, by_block = scheme["dtype"] == "fp8", scheme["activations"] == "static", scheme["weights"] == "block"
+    is_fp8, static, by_block = (
+        scheme["dtype"] != "int8",
+        scheme["activations"] == "static",
+        scheme["weights"] == "block",
+    )
     method, observer, columns = scheme["method"], scheme["observer"], scheme["outlier_columns"]
-    is_llm = method == "llm_int8"
+    is_llm, fp8 = method == "llm_int8", f"dtype={scheme['dtype']!r}"
     rules = (  # (whether it is broken, the argument to name, what it must be)
         (
             is_fp8 and (method == "zeropoint" or (is_llm and not columns)),
             "method",
-            "'absmax', 'smoothquant' or, with outlier_columns, 'llm_int8' for dtype='fp8'",
+            "'absmax', 'smoothquant' or, with outlier_columns, 'llm_int8' for " + fp8,
         ),
         (is_llm and by_block, "weights", "'channel' or 'tensor' for method='llm_int8'"),
         (not is_fp8 and by_block, "weights", "'channel' or 'tensor' for dtype='int8'"),
         (static and by_block, "activations", "'dynamic' for weights='block'"),
         (static and is_llm, "activations", "'dynamic' for method='llm_int8'"),
         (observer is not None and not static, "observer", "None for activations='dynamic'"),
-        (is_fp8 and observer in ("entropy", "mse"), "observer", "'absmax' or 'percentile' for dtype='fp8'"),
+        (is_fp8 and observer in ("entropy", "mse"), "observer", "'absmax' or 'percentile' for " + fp8),
         (
             scheme["percentile"] != _PERCENTILE and observer != "percentile",
             "percentile",

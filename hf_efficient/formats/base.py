@@ -101,6 +101,8 @@ class Format:
 def _is_finite(tensor: torch.Tensor) -> bool:
     if tensor.dtype is torch.float8_e4m3fn:  # which has no infinity, and NaN with either sign
         return not tensor.numel() or (tensor.view(torch.uint8) & 127).max().item() < 127
+    if tensor.dtype is torch.float8_e5m2:
+        return not tensor.numel() or (tensor.view(torch.uint8) & 127).max().item() < 124
     return tensor.isfinite().all().item()
 
 

@@ -9,6 +9,7 @@ from hf_efficient.formats.base import Format
 from hf_efficient.kernels.hadamard import unrotate_weight
 from hf_efficient.kernels.linear.layout import Layout
 from hf_efficient.kernels.linear.native_hadamard import rotate
+from hf_efficient.kernels.linear.reordered import reorder
 from hf_efficient.kernels.linear.rounded_inputs import COLUMNS as ROUNDED_COLUMNS
 from hf_efficient.kernels.linear.rounded_inputs import round_inputs
 
@@ -105,7 +106,7 @@ class _TransformedLayout(Layout):
 
     def matmul(self, x, bias=None):
         if self.input_order is not None:
-            x = x.index_select(-1, self.input_order)
+            x = reorder(x, self.input_order)
         if self.input_scale is not None:
             x = x * self.input_scale
         if self.signs is not None:

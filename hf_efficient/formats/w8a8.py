@@ -1,4 +1,4 @@
-"""Weights in 8 bits whose inputs are rounded to 8 bits as well: int8 and float8 E4M3."""
+"""Weights in 8 bits whose inputs are rounded to 8 bits as well: int8 and float8."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -34,6 +34,7 @@ class Int8Format(Format):
     outlier_threshold: float | None = None
     outlier_columns: int = 0
     largest: ClassVar[int] = 127  # code of a symmetric grid
+    largest_input: ClassVar[int] = 127
 
     def shapes(self, out_features, in_features):
         per_row = (out_features if self.per_channel else 1, 1)
@@ -81,18 +82,29 @@ class Int8Format(Format):
 
 @dataclass(frozen=True)
 class Float8Format(Format):
-    """w = code * scale with codes in float8 E4M3, whose largest number is 448.
+    """w = code * scale with codes in float8 E4M3, whose largest number is 448, or in E5M2 (57344) where `is_e5m2`.
+    Inputs are rounded to E4M3.
 
-    Canonical tensors: "qweight" float8_e4m3fn [N, K]; "scale" float32 [N, 1] (`weights` "channel"), [1, 1] ("tensor")
-    or [ceil(N / 128), ceil(K / 128)] ("block"); "activation_scale" float32 [1], where `static`; "outlier_columns" and
-    "outlier_weight" as in `Int8Format`. Inputs that are not `static` have one scale a token, with "block" one for each
-    128 columns of a token.
+    Canonical tensors: "qweight" float8_e4m3fn or float8_e5m2 [N, K]; "scale" float32 [N, 1] (`weights` "channel"),
+    [1, 1] ("tensor") or [ceil(N / 128), ceil(K / 128)] ("block"); "activation_scale" float32 [1], where `static`;
+    "outlier_columns" and "outlier_weight" as in `Int8Format`. Inputs that are not `static` have one scale a token, with
+    "block" one for each 128 columns of a token.
     """
 
     weights: str = "channel"
     static: bool = False
     outlier_columns: int = 0
-    largest: ClassVar[int] = 448
+    is_e5m2: bool = False
+    largest_input: ClassVar[int] = 448
+
+    @property
+    def codes_dtype(self) -> torch.dtype:
+        return torch.float8_e5m2 if self.is_e5m2 else torch.float8_e4m3fn
+
+    @property
+    def largest(self) -> int:
+        """The largest code."""
+        return int(torch.finfo(self.codes_dtype).max)
 
     def shapes(self, out_features, in_features):
         scales = {
@@ -105,7 +117,7 @@ class Float8Format(Format):
         return {**shapes, **_outlier_shapes(self, out_features, in_features)}
 
     def dtypes(self, dtype):
-        dtypes = {"qweight": torch.float8_e4m3fn, "outlier_columns": torch.int32, "outlier_weight": dtype}
+        dtypes = {"qweight": self.codes_dtype, "outlier_columns": torch.int32, "outlier_weight": dtype}
         return {name: dtypes.get(name, torch.float32) for name in self.shapes(1, 1)}
 
     @property

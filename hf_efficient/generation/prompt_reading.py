@@ -69,7 +69,7 @@ class PromptReading:
 
     def _prefill_replayed(self, lengths: list[int], input_ids, generation_config, model_kwargs: dict) -> torch.Tensor:
         logits = []
-        for rows in together(lengths):
+        for rows in together(lengths, self.captured.prompt.chunks[0]):
             own = slice(rows.start, rows.stop), slice(-lengths[rows[0]], None)
             tokens, positions = input_ids[own], model_kwargs["position_ids"][own]
             with self.cache.only(list(rows), len(lengths)), self.cache.forward_context():

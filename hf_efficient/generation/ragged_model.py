@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from hf_efficient.cache.bookkeeping.tensors import to_device
 from hf_efficient.generation.model_traits import decoder_layers, reads_media, unmasked_layers
 from hf_efficient.generation.packed_reading import PackedReading
-from hf_efficient.generation.prompt_reading import SET_HERE, PromptReading
+from hf_efficient.generation.prompt_reading import SET_HERE, PromptReading, tokens_within_budget
 from hf_efficient.generation.replay.captured_forward import CapturedForward, is_being_watched, kept_bytes, tree_bits
 from hf_efficient.generation.replay.captured_prompt import CapturedPrompt
 from hf_efficient.generation.replay.graph_forward import captured_forward_of
@@ -123,7 +123,7 @@ class RaggedModel(PromptReading, PackedReading):
         if self.captured is not None:
             self.captured.is_unchanged = self.is_unchanged
             self.captured.prompt = self.captured.prompt or CapturedPrompt(
-                self.cache, self.captured.most_bytes, self.captured.is_of_cpu
+                self.cache, self.captured.most_bytes, self.captured.is_of_cpu, tokens_within_budget(self.model)
             )
             self.captured.prompt.forward = self._prompt_forward
             self.captured.prompt.new_capture = self.captured.new_capture

@@ -118,7 +118,7 @@ def _sharing_a_scale(values, format, reduce) -> torch.Tensor:
 def _encode(values, scale, zero, format) -> torch.Tensor:
     """float32 values -> the nearest codes."""
     if isinstance(format, Float8Format):
-        return (values / scale).clamp_(-format.largest, format.largest).to(torch.float8_e4m3fn)
+        return (values / scale).clamp_(-format.largest, format.largest).to(format.codes_dtype)
     return (values / scale).round_().add_(zero).clamp_(-128, 127).to(torch.int8)
 
 

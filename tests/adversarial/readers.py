@@ -223,7 +223,7 @@ def weight_only(config, parts, shape, _):
 
 
 def w8a8(config, parts, shape, _):
-    codes = take(parts, "qweight", [{"int8": "I8", "fp8": "F8_E4M3"}[config["dtype"]]], shape)
+    codes = take(parts, "qweight", [{"int8": "I8", "fp8": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}[config["dtype"]]], shape)
     shapes = {"channel": (shape[0], 1), "tensor": (1, 1), "block": (-(-shape[0] // 128), -(-shape[1] // 128))}
     scale, zero = take(parts, "scale", ["F32"], shapes[config["weights"]]), 0
     if config["method"] == "zeropoint":

@@ -26,6 +26,10 @@ ROWS = {  # library, layout -> how it is made
     ("compressed-tensors", "int4 `pack-quantized` (also 2, 3, 8)"): (layouts.packed, WIDE, dict(size=128)),
     ("compressed-tensors", "int8 `int-quantized`"): (layouts.plain, WIDE, {}),
     ("compressed-tensors", "fp8 `float-quantized`"): (layouts.plain, WIDE, dict(kind="float")),
+    ("compressed-tensors", "the same with codes in E5M2"): (
+        *(layouts.plain, WIDE),
+        dict(kind="float", float8=torch.float8_e5m2),
+    ),
     ("compressed-tensors", "`nvfp4-pack-quantized`"): (layouts.fp4, WIDE, {}),
     ("compressed-tensors", "`mxfp4-pack-quantized`"): (layouts.fp4, WIDE, dict(kind="mxfp4")),
     ("compressed-tensors", "2:4 `sparse-24-bitmask`"): (layouts.bitmask, WIDE, {}),

@@ -158,6 +158,7 @@ def test_one_scheme_names_the_class(tmp_path):
         (dict(bits=4, group_size=-1, codebook="kmeans"), "codebook='kmeans'"),
         (dict(bits=4, group_size=32, rotate=True), "rotated while the model runs"),
         (dict(W8A8, method="llm_int8"), "outlier columns"),
+        (dict(W8A8, dtype="fp8_e5m2"), "float8 E5M2, where the format has E4M3"),
         (dict(W8A8, dtype="fp8", weights="block"), "blocks of 128 columns for a row of 64"),
         (dict(quant_method="efficient_bitnet"), "ternary"),
         (SPARSE24, "0.15 and later have no layout"),

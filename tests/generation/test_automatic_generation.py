@@ -114,7 +114,7 @@ def test_a_thousand_tokens_take_one_capture(tmp_path, monkeypatch):
     """One capture for one sequence and one for two, and nothing is compiled."""
     tiny_model("llama", eos_token_id=None, max_position_embeddings=1100).save_pretrained(tmp_path)
     model, made = load(tmp_path), []
-    monkeypatch.setattr(captured_forward, "Capture", lambda forward: made.append(Capture(forward)) or made[-1])
+    monkeypatch.setattr(captured_forward, "Capture", lambda *args: made.append(Capture(*args)) or made[-1])
     counters.clear()
     for prompts, captures in ((IDS, 1), (IDS.repeat(2, 1), 2)):
         options = dict(max_new_tokens=1000, do_sample=False, pad_token_id=0)
@@ -213,7 +213,7 @@ def test_hooks_and_counters_see_every_forward(folder, replays):
 
 
 def test_a_forward_that_cannot_be_captured_runs_eagerly(folder, replays, monkeypatch):
-    def fails(forward):
+    def fails(forward, late):
         forward()
         raise NotImplementedError("an operator of a kind of its own")
 

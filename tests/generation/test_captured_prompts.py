@@ -5,8 +5,11 @@ import torch
 from helpers import TINY_MODELS, left_padded_batch
 from native_loop import NATIVE_LOOP, served_model, transformers_loop
 
+from hf_efficient.generation import ragged_model
 from hf_efficient.generation.replay import captured_forward, captured_prompt
 from hf_efficient.generation.replay.captured_prompt import CapturedPrompt
+from hf_efficient.kernels.replay import recorder
+from hf_efficient.kernels.replay.instructions import OPS
 from hf_efficient.kernels.replay.recorder import Capture, NotReplayable
 
 
@@ -42,8 +45,8 @@ def replays(monkeypatch):
     """The logits of each chunk that was replayed."""
     logits, replay = [], Capture.replay
 
-    def noted(self):
-        output = replay(self)
+    def noted(self, *args, **kwargs):
+        output = replay(self, *args, **kwargs)
         if isinstance(output, torch.Tensor):  # captured forwards of few tokens return tuples
             logits.append(output)
         return output
@@ -119,12 +122,45 @@ def test_memory_of_all_captures_is_bounded(monkeypatch, replays):
     assert len(kept) == 2, "prompts 2 and 7: captures that do not fit are not made again in every call"
 
 
+@pytest.mark.parametrize(("budget", "widths"), [(1 << 30, {32, 8}), (31, {16, 8})])
+def test_activations_of_a_chunk_stay_within_the_budget(budget, widths, monkeypatch):
+    shapes, read = set(), CapturedPrompt._read
+
+    def noted(self, *args):
+        logits = read(self, *args)
+        shapes.update(width for _, width in self._captures)
+        return logits
+
+    monkeypatch.setattr(ragged_model, "tokens_within_budget", lambda model: budget)
+    monkeypatch.setattr(CapturedPrompt, "_read", noted)
+    generates_as_transformers(served_model("llama"), [left_padded_batch((40,), seed=seed) for seed in range(3)])
+    assert shapes == widths
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "gpt2"])
+def test_the_head_is_computed_for_the_last_chunk_alone(name, monkeypatch):
+    model = served_model(name)
+    vocabulary, products = model.config.vocab_size, []
+    interpret = recorder._interpret
+
+    def noted(instructions):
+        products.extend(step.op == OPS["DENSE"] and step.sizes[2] == vocabulary for step in instructions)
+        return interpret(instructions)
+
+    monkeypatch.setattr(recorder, "_interpret", noted)
+    batch = left_padded_batch((79,))  # chunks of 32, 32, 12 and 4
+    generates_as_transformers(model, [batch] * 3)  # the second captures, and its second chunk of 32 is replayed
+    products.clear()
+    model.generate(**batch, **OPTIONS | dict(max_new_tokens=1))
+    assert products.count(True) == 1 and products.count(False) > 8
+
+
 @pytest.mark.parametrize("error", [NotReplayable("numbers"), RuntimeError("no such operator")])
 def test_a_forward_that_cannot_be_captured_runs_eagerly(error, captures, monkeypatch, caplog):
     model, init = served_model("llama"), Capture.__init__
 
-    def refusing(self, forward):
-        init(self, forward)
+    def refusing(self, *args):
+        init(self, *args)
         if isinstance(self.output, torch.Tensor):
             raise error
 

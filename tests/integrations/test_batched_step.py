@@ -13,7 +13,7 @@ from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
 from hf_efficient.cache.request_pages import NewTokens
-from hf_efficient.generation.replay import captured_step
+from hf_efficient.generation.replay import captured_forward, captured_step
 from hf_efficient.generation.replay.captured_step import CapturedStep
 from hf_efficient.integrations import transformers_releases
 from hf_efficient.kernels.replay.recorder import NotReplayable, interpreter
@@ -35,9 +35,9 @@ def forwards(monkeypatch):
     """What each forward of ours did: "eager", "captured" or "replayed"."""
     found, original = [], CapturedStep._forward
 
-    def _forward(self, width, rows):
+    def _forward(self, width, rows, head):
         captured = self._captures.get((width, rows))
-        result = original(self, width, rows)
+        result = original(self, width, rows, head)
         now = self._captures.get((width, rows))
         found.append("eager" if now is None else "replayed" if now is captured else "captured")
         return result
@@ -97,6 +97,23 @@ def test_any_cut_of_a_batch(config, forwards):
     expected = one_by_one(model, prompts)
     assert batched(model, prompts, **{"num_blocks": 256, **config})[0] == expected
     assert "replayed" in forwards
+
+
+def test_memory_of_all_captures_is_bounded(forwards, monkeypatch):
+    """Captures that do not fit are not made again in every step."""
+    monkeypatch.setattr(captured_forward, "LEAST_KEPT_BYTES", 0)
+    monkeypatch.setattr(captured_forward, "KEPT_SHARE", 1e-9)
+    kept, drop = [], CapturedStep._drop_oldest
+
+    def noted(self):
+        drop(self)
+        kept.append(len(self._captures))
+
+    monkeypatch.setattr(CapturedStep, "_drop_oldest", noted)
+    model = tiny_model("llama")
+    expected = one_by_one(model, new_tokens=40)
+    assert batched(model, new_tokens=40)[0] == expected
+    assert set(kept) == {1} and forwards.count("captured") < 6 and "replayed" in forwards
 
 
 def test_long_windows(forwards):

@@ -131,6 +131,16 @@ def test_t5_a_tied_head_is_kept_unless_asked_for(name, tmp_path):
     assert_close(logits(again), logits(asked), 2e-5, 1e-3, "the same weights through other operators")
 
 
+def test_t5_a_tied_head_is_calibrated():
+    asked = load(folder("llama_tied"), bits=4, group_size=32, quantize_lm_head=True)  # the method is chosen
+    embedding = asked.get_input_embeddings().weight
+    assert type(asked.lm_head) is EfficientLinear and not asked.config.tie_word_embeddings
+    plain = AutoModelForCausalLM.from_pretrained(folder("llama_tied"), dtype=torch.float32)
+    assert torch.equal(embedding, plain.get_input_embeddings().weight), "the input embedding stays as it was"
+    step = asked.lm_head.canonical()["scale"].max().item()
+    assert (asked.lm_head.dequantized() - embedding).abs().max() <= 8 * step and step > 0
+
+
 def test_t6_names_below_a_prefix_are_excluded(tmp_path):
     vision = dict(
         model_type="clip_vision_model",

@@ -23,10 +23,10 @@ def compile_product(target, kind, tokens, block_scales=False, outliers=False, tm
     """As w8a8.launch launches it for K a multiple of 128 (or, not aligned, not even of 16), with bias; int8 with zero
     points or outliers."""
     kernel = w8a8_kernels.w8a8_kernel
-    tile = w8a8_configs.choose_tile(tokens, block_scales or kind == "fp8_as_fp16", aligned)
+    tile = w8a8_configs.choose_tile(tokens, block_scales or kind in ("fp8_as_fp16", "e5m2_as_fp16"), aligned)
     if tma:
         tile = w8a8_configs.TMA_TILES[kind]
-    codes = {"int8": "*i8", "fp8": "*fp8e4nv", "fp8_as_fp16": "*u8"}[kind]
+    codes = {"int8": "*i8", "fp8": "*fp8e4nv", "fp8_as_fp16": "*u8", "e5m2_as_fp16": "*u8"}[kind]
     types = dict.fromkeys(("x_ptr", "w_ptr"), codes) | dict.fromkeys(("x_scale_ptr", "w_scale_ptr"), "*fp32")
     types |= dict.fromkeys(("x_zero_ptr", "w_zero_ptr"), "*i8") | dict.fromkeys(("x_sum_ptr", "w_sum_ptr"), "*i32")
     types |= dict.fromkeys(("bias_ptr", "out_ptr", "outlier_x_ptr"), "*bf16")
@@ -60,6 +60,7 @@ PRODUCTS = [
     ("sm_100", "fp8", 4096, {"block_scales": True}, "tcgen05.mma"),
     ("gfx942", "int8", 4096, {"outliers": True}, "v_mfma_i32"),
     ("gfx942", "fp8_as_fp16", 64, {"block_scales": True}, "v_mfma_f32"),
+    ("gfx942", "e5m2_as_fp16", 64, {}, "v_mfma_f32"),
 ]
 
 

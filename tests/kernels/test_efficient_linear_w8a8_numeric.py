@@ -155,6 +155,23 @@ def test_tiles_of_many_tokens(processors, kernel_device, nan_poison, monkeypatch
     check(actual, activation_reference.w8a8_linear_reference(x, w, x_scale, w_scale, **zeros))
 
 
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+@pytest.mark.parametrize("by_block", [False, True])
+def test_weights_in_e5m2(by_block, tokens, kernel_device, nan_poison):
+    out_features, in_features = 150, 304
+    x = torch.randn(tokens, in_features, device=kernel_device).clamp(-2, 2)
+    x_codes, x_scale, _ = REFERENCE(x, "fp8_block" if by_block else "fp8")
+    every = torch.arange(256, dtype=torch.uint8, device=kernel_device)
+    every = every[(every & 127) < 124].repeat(1 + out_features * in_features // 248)[: out_features * in_features]
+    w_codes = every.view(torch.float8_e5m2).view(out_features, in_features)
+    w_scale = torch.rand(2, 3, device=kernel_device) if by_block else torch.rand(out_features, 1, device=kernel_device)
+    bias = torch.randn(out_features, device=kernel_device)
+    actual = efficient_linear.fp8_linear(x_codes, w_codes, x_scale, w_scale, bias, out_dtype=torch.float32)
+    check(actual, activation_reference.fp8_linear_reference(x_codes, w_codes, x_scale, w_scale, bias), (2**-12, 2**-11))
+    with pytest.raises(TypeError, match="x_codes has dtype torch.float8_e5m2: allowed is torch.float8_e4m3fn$"):
+        efficient_linear.fp8_linear(w_codes, w_codes, w_scale, w_scale)
+
+
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_tiles_through_the_tensor_memory_accelerator(kind, kernel_device, nan_poison, monkeypatch):
     if not w8a8.INTERPRETED and torch.cuda.get_device_capability()[0] not in (9, 10):

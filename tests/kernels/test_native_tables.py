@@ -1,4 +1,4 @@
-"""Products with weights in NF4, FP4, k-means and float8 E4M3 by the C++ kernels, in every tier."""
+"""Products with weights in NF4, FP4, k-means and float8 by the C++ kernels, in every tier."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from hf_efficient.kernels.linear.w8a8_layouts import float8_layout
 
 ROWS = (1, 2, 5, 40)
 # one rounding of the result to bfloat16 (2 ** -9) and of what is summed in float32
-BFLOAT16_ERROR, FLOAT32_ERROR = 0.003, 1e-6
+LIMITS = {torch.bfloat16: 0.003, torch.float32: 1e-6, torch.float16: 0.003 / 8}
 
 
 def error(y, expected) -> float:
@@ -23,31 +23,36 @@ def error(y, expected) -> float:
 
 @pytest.mark.parametrize(("n", "k", "group"), [(70, 192, 64), (64, 64, 32), (33, 130, -1), (48, 1000, 32)])
 @pytest.mark.parametrize(("name", "bits"), [("nf4", 4), ("fp4", 4), ("kmeans", 3), ("kmeans", 2)])
-def test_codebooks(name, bits, n, k, group, tier):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_codebooks(dtype, name, bits, n, k, group, tier):
     table = torch.tensor([TABLES[name]]) if name in TABLES else torch.randn(1, 2**bits).sort().values
     qweight = pack_codes(torch.randint(0, 2**bits, (n, k), dtype=torch.uint8), bits)
-    scale = (torch.rand(n, 1 if group == -1 else -(-k // group)) * 0.1 + 0.01).bfloat16()
+    scale = (torch.rand(n, 1 if group == -1 else -(-k // group)) * 0.1 + 0.01).to(dtype)
     scheme = dict(bits=bits, group_size=group, in_features=k)
-    layout = codebook_layout(qweight, table, scale, **scheme, dtype=torch.bfloat16)
+    layout = codebook_layout(qweight, table, scale, **scheme, dtype=dtype)
     assert type(layout) is NativeCodebookLayout and torch.equal(layout.canonical(), qweight)
-    numbers = table.bfloat16().float(), scale.float()
-    assert torch.equal(layout.dequantize(), dequantize_codebook(qweight, *numbers, **scheme, dtype=torch.bfloat16))
+    numbers = table.to(dtype).float(), scale.float()
+    assert torch.equal(layout.dequantize(), dequantize_codebook(qweight, *numbers, **scheme, dtype=dtype))
     weight = dequantize_codebook(qweight, *numbers, **scheme, dtype=torch.float64)
     for rows in ROWS:
-        x, bias = torch.randn(rows, k).bfloat16(), torch.randn(n).bfloat16()
-        assert error(layout.matmul(x, bias), x.double() @ weight.t() + bias.double()) < BFLOAT16_ERROR
+        x, bias = torch.randn(rows, k).to(dtype), torch.randn(n).to(dtype)
+        assert error(layout.matmul(x, bias), x.double() @ weight.t() + bias.double()) < LIMITS[dtype]
 
 
 def float8_tensors(format: Float8Format, n: int, k: int) -> dict[str, torch.Tensor]:
     """Canonical tensors with codes of all sizes, subnormal ones among them."""
     weight = torch.randn(n, k) * torch.logspace(-4, 2, k)
-    codes = weight.clamp(-448, 448).to(torch.float8_e4m3fn)
+    codes = weight.clamp(-448, 448).to(format.codes_dtype)
     tensors = {"qweight": codes, "scale": torch.rand(format.shapes(n, k)["scale"]) * 0.01 + 0.001}
     return tensors | ({"activation_scale": torch.tensor([0.01])} if format.static else {})
 
 
 @pytest.mark.parametrize(
-    "format", [Float8Format(), Float8Format("tensor"), Float8Format("block"), Float8Format(static=True)]
+    "format",
+    [
+        *(Float8Format(), Float8Format("tensor"), Float8Format("block"), Float8Format(static=True)),
+        *(Float8Format(is_e5m2=True), Float8Format("block", is_e5m2=True)),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 def test_float8(dtype, format, tier):
@@ -66,12 +71,12 @@ def test_float8(dtype, format, tier):
             # 16-bit models multiply what codes stand for in bfloat16, as the reference does; others in float32
             work = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
             rounded = w8a8_cpu.dequantize(codes, *(scale or [static]), None, work).double()
-            limit = {torch.float32: FLOAT32_ERROR, torch.float16: BFLOAT16_ERROR / 8}.get(dtype, BFLOAT16_ERROR)
-            assert error(layout.matmul(x, bias), rounded @ weight.t() + bias.double()) < limit, (n, k, rows)
+            assert error(layout.matmul(x, bias), rounded @ weight.t() + bias.double()) < LIMITS[dtype], (n, k, rows)
 
 
-def test_every_float8_is_itself(tier):
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_every_float8_is_itself(dtype, tier):
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
     codes = codes[codes.float().isfinite()].view(1, -1)
     layout = NativeFloat8Layout.pack(codes, torch.ones(1, 1), torch.ones(1), torch.float32, by_block=False)
     y = layout.matmul(torch.eye(codes.shape[1]))

@@ -358,7 +358,7 @@ def test_sequences_leave_by_halves_and_captures_stay(monkeypatch, min_tokens):
     alone = [model.generate(row[None], **options)[0] for row in ids]
     made = []
     capture = Capture.__init__
-    monkeypatch.setattr(Capture, "__init__", lambda self, forward: made.append(1) or capture(self, forward))
+    monkeypatch.setattr(Capture, "__init__", lambda self, *args: made.append(1) or capture(self, *args))
     for lookup in (None, 6):
         for again in (False, True):
             made.clear()

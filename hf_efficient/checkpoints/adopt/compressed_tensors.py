@@ -2,7 +2,7 @@
 
 "pack-quantized": `weight_packed` int32 [N, K * bits / 32], codes plus 2^(bits - 1) as a little-endian stream of bits
 a row, `weight_scale` [N, G], `weight_zero_point` alike, packed along N, `weight_shape`, `weight_g_idx` (the group of
-each input). "int-quantized", "float-quantized" and "naive-quantized": `weight` int8 or float8 E4M3 [N, K],
+each input). "int-quantized", "float-quantized" and "naive-quantized": `weight` int8 or float8 [N, K],
 `weight_scale`, `weight_zero_point`, and `input_scale`, `input_zero_point` of static activations."""
 
 import torch
@@ -150,7 +150,8 @@ class CompressedTensors(Foreign):
             if strategy == "block":
                 one_of("weights.block_structure", list(weights.get("block_structure") or ()), ([128, 128],))
         shape = shapes[one_of("weights.strategy", strategy, tuple(shapes))]
-        stored.expect("weight", ["F8_E4M3" if kind == "float" else "I8"], (out_features, in_features))
+        dtypes = {"F8_E4M3": "fp8", "F8_E5M2": "fp8_e5m2"} if kind == "float" else {"I8": "int8"}
+        stored.expect("weight", list(dtypes), (out_features, in_features))
         if shape:
             stored.expect("weight_scale", SCALE_DTYPES, shape)
         else:
@@ -161,7 +162,7 @@ class CompressedTensors(Foreign):
         elif "input_scale" in stored:
             raise ValueError(f"{stored.places['input_scale'].key} is there, but input_activations are dynamic")
         scheme = {
-            "dtype": "fp8" if kind == "float" else "int8",
+            "dtype": dtypes[stored.places["weight"].dtype],
             "weights": strategy,
             "activations": "dynamic" if dynamic else "static",
         }

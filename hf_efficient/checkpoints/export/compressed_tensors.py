@@ -98,6 +98,8 @@ def _why_not(layer: Layer) -> str | None:
         return f"rows of {layer.weight.in_features} are no multiple of {format.group_size}" if rest else None
     if format.outlier_columns or getattr(format, "outlier_threshold", None) is not None:
         return "outlier columns in 16 bits (method='llm_int8')"
+    if isinstance(format, Float8Format) and format.is_e5m2:
+        return "weights in float8 E5M2, where the format has E4M3"
     if isinstance(format, Float8Format) and format.weights == "block" and layer.weight.in_features % BLOCK:
         return f"blocks of {BLOCK} columns for a row of {layer.weight.in_features}, which they do not divide"
     return None

@@ -4,6 +4,7 @@
 Grids are those of the formats: symmetric ones, ones with integer or float zero points (with a zero point of 1.5 the
 balanced grid of 2 bits of ParetoQ, https://arxiv.org/abs/2502.02631), ternary ones, tables, and float8."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -91,21 +92,28 @@ class StepGrid:
 
 
 class Float8Grid:
-    """The numbers of float8 E4M3."""
+    """The numbers of a float8 dtype."""
 
-    table, bounds = None, (-464.0, 464.0)  # from 464 on a number is nearer to the next power, which is cut off
+    table = None
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype, self.most = dtype, torch.finfo(dtype).max
+        self.neighbours = 2 ** (3 if dtype is torch.float8_e4m3fn else 2)  # numbers between two powers of 2
+        # from here on a number is nearer to the next one, which is cut off: 464, 61440
+        largest = self.most + 2 ** math.floor(math.log2(self.most)) / self.neighbours / 2
+        self.bounds = -largest, largest
 
     def shifted(self, x):
         return x
 
     def nearest(self, x):
-        return x.clamp_(-448, 448).to(torch.float8_e4m3fn)
+        return x.clamp_(-self.most, self.most).to(self.dtype)
 
     def weights(self, codes, scale, dtype):
         return codes.float().mul_(scale).to(dtype)
 
     def step(self, scale, weight):
-        return weight.abs().mean().item() / 12  # between an 8th and a 16th of a number
+        return weight.abs().mean().item() / (1.5 * self.neighbours)  # of E4M3 between an 8th and a 16th of a number
 
 
 class TableGrid:
@@ -154,7 +162,7 @@ def grid_of(format, tensors: dict[str, torch.Tensor]):
     if isinstance(format, CodebookFormat):
         return TableGrid(format, format.table(tensors))
     if isinstance(format, Float8Format):
-        return Float8Grid()
+        return Float8Grid(format.codes_dtype)
     if isinstance(format, TernaryFormat):
         return StepGrid(0, 2, 1.0, torch.float32)
     zero, minimum = tensors.get("zero_point"), tensors.get("minimum")

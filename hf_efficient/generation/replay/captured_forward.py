@@ -188,9 +188,9 @@ class CapturedForward:
         finally:
             self._last_capture_seconds = perf_counter() - start
 
-    def new_capture(self, forward: Callable, tokens: int) -> Capture:
-        """Captures `forward` of so many tokens of all sequences."""
-        return Capture(forward)
+    def new_capture(self, forward: Callable, tokens: int, late: torch.Tensor | None = None) -> Capture:
+        """Captures `forward` of so many tokens of all sequences. late: as `Capture` takes it."""
+        return Capture(forward, late)
 
     def _keep(self, kind: tuple, captured: _Captured) -> None:
         """Stores a capture; those unused for longest are dropped where all together take too much memory."""

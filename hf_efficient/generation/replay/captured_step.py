@@ -26,7 +26,7 @@ LOGITS = (32, 64, 128, 256, 512)
 # A capture costs about three forwards. Of few tokens it saves half of each later one, of many a sixth: those run
 # eagerly more often before they are captured.
 FEW_TOKENS, FEW_EAGER, MANY_EAGER = 64, 1, 8
-MAX_OUTPUT_BYTES = 512 << 20  # of all captures over the pages of one manager
+REST = 4  # a kind whose capture made room for others runs eagerly that many times more often each time
 
 
 class _Captured(NamedTuple):
@@ -42,6 +42,7 @@ class CapturedStep:
         forward: forward(tokens, positions, index, is_captured) -> logits [rows, vocabulary] of the tokens whose numbers
             `index` int64 [rows] holds.
         is_capturable: whether forwards are captured; else each runs eagerly.
+        most_bytes: of the results of all captures (`kept_bytes`); the latest stays in any case.
 
     Attributes:
         is_steady: whether the last call takes as long again: none of its forwards was captured.
@@ -49,11 +50,12 @@ class CapturedStep:
 
     is_steady = True
 
-    def __init__(self, pages: RequestPages, forward: Callable, is_capturable: bool):
-        self.pages, self.forward, self.is_capturable = pages, forward, is_capturable
+    def __init__(self, pages: RequestPages, forward: Callable, is_capturable: bool, most_bytes: int):
+        self.pages, self.forward, self.is_capturable, self.most_bytes = pages, forward, is_capturable, most_bytes
         self._index = torch.zeros(LOGITS[-1], dtype=torch.int64)
         self._captures: dict[tuple[int, int], _Captured] = {}  # by (width, rows), the latest used last
         self._eager: Counter[tuple[int, int]] = Counter()  # forwards that were not replayed
+        self._dropped: Counter[tuple[int, int]] = Counter()  # captures that made room for others
 
     def __call__(self, requests: list[NewTokens], wanted: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends the tokens of `requests` to their pages. wanted: after how many of its last new tokens the logits are
@@ -76,23 +78,23 @@ class CapturedStep:
         rows = min(width, next(rows for rows in LOGITS if rows >= max(len(index), width // 8)))
         self.pages.fill(requests, width)
         self._index.numpy()[: len(index)], self._index.numpy()[len(index) : rows] = index, 0
-        logits, best = self._forward(width, rows)
+        logits, best = self._forward(width, rows, bool(index))
         return logits[: len(index)], best[: len(index)]
 
-    def _forward(self, width: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(self, width: int, rows: int, head: bool) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_capturable or is_being_watched():
             return self._compute(width, rows, False)
         kind = width, rows
         captured = self._captures.pop(kind, None)
         if captured is not None and captured.version == self.pages.version:
             self._captures[kind] = captured
-            return captured.capture.replay()
+            return captured.capture.replay(head)
         self._eager[kind] += 1
         if self._eager[kind] <= (FEW_EAGER if width <= FEW_TOKENS else MANY_EAGER):
             return self._compute(width, rows, False)
         self.is_steady = False
         try:
-            captured = _Captured(self.pages.version, Capture(lambda: self._compute(width, rows, True)))
+            captured = _Captured(self.pages.version, Capture(lambda: self._compute(width, rows, True), self._index))
         except Exception as error:  # an error of the forward's own shows again when it runs eagerly
             if not isinstance(error, NotReplayable):
                 logger.warning_once(f"forwards run eagerly, which is slower, as one could not be captured: {error}")
@@ -108,8 +110,11 @@ class CapturedStep:
         return logits, logits.argmax(-1)
 
     def _drop_oldest(self) -> None:
-        while len(self._captures) > 1 and sum(c.capture.nbytes for c in self._captures.values()) > MAX_OUTPUT_BYTES:
-            del self._captures[next(iter(self._captures))]
+        while len(self._captures) > 1 and sum(c.capture.nbytes for c in self._captures.values()) > self.most_bytes:
+            dropped = next(iter(self._captures))
+            del self._captures[dropped]
+            self._dropped[dropped] += 1
+            self._eager[dropped] = -(REST ** self._dropped[dropped])
 
 
 def _wanted(counts: list[int], wanted: list[int]) -> Sequence[int]:

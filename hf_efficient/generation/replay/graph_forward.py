@@ -30,7 +30,7 @@ class GraphForward(CapturedForward):
         with on_device(tokens.device):  # graphs are captured and replayed on streams of the current device
             return super().__call__(tokens, positions, tree_mask)
 
-    def new_capture(self, forward: Callable, tokens: int) -> GraphCapture:
+    def new_capture(self, forward: Callable, tokens: int, late: torch.Tensor | None = None) -> GraphCapture:
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
         try:

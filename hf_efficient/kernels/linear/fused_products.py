@@ -110,7 +110,7 @@ def _product(operators: Operators, operator: Operator) -> _Product | None:
         named = operator.arguments
         x, bias, codes, scale = named["x_codes"], named["bias"], named["w_codes"], named["w_scale"]
         per_row = scale.numel() == 1 or scale.numel() == w8a8._out_features(codes, x.shape[1])
-        if named.get("w_zero_point") is not None or not per_row:
+        if named.get("w_zero_point") is not None or not per_row or codes.dtype is torch.float8_e5m2:
             return None
         weight = codes, scale, named.get("w_sums"), bias
         scheme = id(named["x_scale"]), codes.dtype, scale.numel() == 1, named["out_dtype"], codes.layout

@@ -17,7 +17,7 @@ from hf_efficient.kernels.replay.instructions import TYPES, call, packed_product
 from hf_efficient.kernels.replay.registry import replays
 
 
-GRID, CODEBOOK, FLOAT8 = range(3)  # kinds of codes, as in native/linear/codes.h
+GRID, CODEBOOK, FLOAT8, FLOAT8_E5M2 = range(4)  # kinds of codes, as in native/linear/codes.h
 NEVER, ALWAYS, WIDE = range(3)  # which bfloat16 inputs are rounded, as there
 _ELEMENTS_AT_ONCE = 1 << 21  # float32 elements that dequantizing to another dtype holds at once: 8 MB
 

@@ -1,4 +1,4 @@
-"""Matrix products with quantized activations (int8, float8 E4M3, LLM.int8()), and the quantization before them.
+"""Matrix products with quantized activations (int8, float8, LLM.int8()), and the quantization before them.
 
 The ops run the Triton kernels of efficient_linear on CUDA and ROCm, `w8a8_cpu` on a CPU. `quantized_linear` and
 `llm_int8_linear` quantize x themselves. They have gradients of x and bias: rounding x counts as the identity (straight
@@ -57,15 +57,13 @@ def multiply(x: Quantized, w_codes, w_scale, bias=None, *, w_zero_point=None, w_
     """Quantized rows [M, K] @ w_codes [N, K]^T + bias [N]: [M, N] in out_dtype. TypeError for codes of different or
     other dtypes.
 
-    w_codes: of the dtype of the codes of x; on a CPU int8 codes may be what `pack_int8` made of them.
+    w_codes: of the dtype of the codes of x, or float8_e5m2 for float8_e4m3fn; on a CPU int8 codes may be what
+        `pack_int8` made of them.
     w_scale: float32, one value, [N, 1] or [N]; [ceil(N / 128), ceil(K / 128)] for x in "fp8_block".
     w_zero_point: for int8, int8 like w_scale.
     w_sums: for x in "int8_asymmetric", `w_codes.sum(1, dtype=torch.int32)`; None computes it in each call.
     """
-    if x.codes.dtype != w_codes.dtype or w_codes.dtype not in (torch.int8, torch.float8_e4m3fn):
-        raise TypeError(
-            f"codes of x are {x.codes.dtype}, of the weight {w_codes.dtype}: allowed are int8 or float8_e4m3fn for both"
-        )
+    w8a8_cpu.check_codes(x.codes, w_codes)
     if x.codes.dtype == torch.int8:
         return torch.ops.hf_efficient.w8a8_linear(
             x.codes, w_codes, x.scale, w_scale, bias, x.zero_point, w_zero_point, w_sums, out_dtype

@@ -8,6 +8,11 @@ import torch.nn.functional as F
 GROUP = 128  # columns that share a scale in "fp8_block"
 TINY = 2.0**-100  # the smallest scale
 E4M3_MAX = 448.0
+PAIRS = (  # of dtypes that are multiplied: codes of x, of the weight
+    (torch.int8, torch.int8),
+    (torch.float8_e4m3fn, torch.float8_e4m3fn),
+    (torch.float8_e4m3fn, torch.float8_e5m2),
+)
 
 
 def quantize(x, format, scale, zero_point) -> list[torch.Tensor]:
@@ -34,6 +39,15 @@ def quantize(x, format, scale, zero_point) -> list[torch.Tensor]:
     if format == "int8_asymmetric":
         scaled = scaled.clamp_(-512, 512).round_().add_(zero_point)
     return [scaled.clamp_(-128, 127).round_().to(torch.int8), *new]
+
+
+def check_codes(x_codes: torch.Tensor, w_codes: torch.Tensor) -> None:
+    """Raises TypeError for codes that are not multiplied."""
+    if (x_codes.dtype, w_codes.dtype) not in PAIRS:
+        raise TypeError(
+            f"codes of x are {x_codes.dtype}, of the weight {w_codes.dtype}: allowed are int8 or float8_e4m3fn for "
+            "both, and float8_e4m3fn with float8_e5m2"
+        )
 
 
 def rms_norm(x, weight, eps, residual) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,8 +103,7 @@ def linear(x, w_codes, w_scale, bias, format, scale, zero_point, w_zero_point, w
     """Quantizes x and multiplies the codes; in the dtype of x."""
     codes, *new = quantize(x, format, scale, zero_point)
     scale, zero_point = (scale, zero_point) if scale is not None else (*new, None)[:2]
-    if codes.dtype != w_codes.dtype:
-        raise TypeError(f"codes of x are {codes.dtype}, of the weight {w_codes.dtype}: allowed is the same for both")
+    check_codes(codes, w_codes)
     if codes.dtype == torch.int8:
         return int8_product(codes, w_codes, scale, w_scale, bias, zero_point, w_zero_point, w_sums, x.dtype)
     return fp8_product(codes, w_codes, scale, w_scale, bias, x.dtype)

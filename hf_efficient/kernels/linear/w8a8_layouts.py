@@ -29,7 +29,7 @@ def int8_layout(tensors: dict[str, torch.Tensor], dtype: torch.dtype, format: st
 
 
 def float8_layout(tensors: dict[str, torch.Tensor], dtype: torch.dtype, by_block: bool) -> Layout:
-    """The fastest layout of float8_e4m3fn codes for inputs of `dtype`; by_block: with scales of 128 x 128, and inputs
+    """The fastest layout of float8 codes for inputs of `dtype`; by_block: with scales of 128 x 128, and inputs
     with a scale for 128 columns."""
     weight = tensors["qweight"], tensors["scale"], tensors.get("activation_scale")
     if native := NativeFloat8Layout.pack(*weight, dtype, by_block):
@@ -130,7 +130,7 @@ class LlmInt8Layout(_QuantizedInputsLayout):
 
 
 class Float8Layout(_QuantizedInputsLayout):
-    """float8_e4m3fn codes; inputs in `format` "fp8" or "fp8_block"."""
+    """float8_e4m3fn or float8_e5m2 codes; inputs in `format` "fp8" or "fp8_block"."""
 
     def __init__(self, tensors, dtype, format: str):
         super().__init__(tensors, dtype)

@@ -12,7 +12,7 @@ from pathlib import Path
 SOURCES = Path(__file__).parent
 LIBRARIES = {  # library, compiled from <name>/<name>.cpp -> the macros of each of its variants
     "linear": tuple(
-        {"BITS": bits, "KIND": kind} for kind in range(3) for bits in (2, 3, 4, 8) if bits == 8 or kind < 2
+        {"BITS": bits, "KIND": kind} for kind in range(4) for bits in (2, 3, 4, 8) if bits == 8 or kind < 2
     ),
     "pages": tuple({"QUERY": number_type} for number_type in range(3)),
     "rounded": ({"BITS": 8}, {"BITS": 2}),

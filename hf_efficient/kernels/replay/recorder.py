@@ -25,6 +25,9 @@ from hf_efficient.kernels.replay.registry import instructions_of, once_key
 _UNREPEATABLE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
 
 
+_HEAD = object()  # stands in a program where the output head begins
+
+
 def _interpret(instructions: ctypes.Array) -> None:
     number = interpreter()(ctypes.addressof(instructions), len(instructions))
     refused = instructions[number - 1] if number else None
@@ -57,6 +60,10 @@ def as_one_step(function, *inputs: torch.Tensor) -> torch.Tensor:
 class Capture(TorchDispatchMode):
     """Runs `forward()` and captures it. `replay()` computes the same from what the input tensors hold by then.
 
+    Args:
+        late: a tensor that the layers do not read, only the output head. `replay(head=False)` ends where it is first
+            read, unless a tensor that exists is written behind that.
+
     Attributes:
         output: what `forward` returned; a replay overwrites its tensors.
         nbytes: of the results that stay in memory.
@@ -65,7 +72,7 @@ class Capture(TorchDispatchMode):
         NotReplayable: the forward reads numbers of tensors on the host, or draws random ones.
     """
 
-    def __init__(self, forward):
+    def __init__(self, forward, late: torch.Tensor | None = None):
         super().__init__()
         self._kept, self._steps, program = [], [], []
         self._program = program  # instructions, and (function to call, the tensors it reads)
@@ -74,6 +81,8 @@ class Capture(TorchDispatchMode):
         self._unread = memory.UnreadResults()
         self._once = {}  # key of a call -> (what it read, its result)
         self._pinned = set()  # addresses of storages that have to stay there
+        self._late, self._head = late, None  # `_head`: the step of a replay with which the output head begins
+        self._has_head = False
         with torch.no_grad(), HostReads(), self:
             self.output = forward()
         outputs = _tensors_of(self.output)
@@ -81,7 +90,11 @@ class Capture(TorchDispatchMode):
         self._share_memory(program, outputs)
         for is_call, steps in itertools.groupby(program, lambda step: isinstance(step, tuple)):
             if is_call:
-                self._steps += [call for call, _ in steps]
+                for call, _ in steps:
+                    if call is not _HEAD:
+                        self._steps.append(call)
+                    elif self._has_head:
+                        self._head = len(self._steps)
             else:
                 self._pack(list(steps))
 
@@ -94,14 +107,15 @@ class Capture(TorchDispatchMode):
         self._kept += [*self._given.values(), buffer, *results]
         self.nbytes = sum(storage.nbytes() for storage in results) + (0 if buffer is None else buffer.nbytes)
         freed = sum(self._made[at].nbytes() for at in unneeded)
-        self._program = self._made = self._once = self._given = None
+        self._program = self._made = self._once = self._given = self._late = None
         HeapTrimmer().count(freed)  # 40 MB of a prompt of 32 tokens, which the C library would keep
 
     @torch.no_grad()
-    def replay(self):
-        """Computes `output` again, from what the inputs hold now."""
+    def replay(self, head: bool = True):
+        """Computes `output` again, from what the inputs hold now. head: if False, what `late` is needed for may be left
+        out, and the output means nothing."""
         torch.get_num_threads()  # gives a new Python thread torch's number of threads
-        for step in self._steps:
+        for step in self._steps if head else self._steps[: self._head]:
             step()
         return self.output
 
@@ -115,6 +129,7 @@ class Capture(TorchDispatchMode):
         inputs = _tensors_of((args, kwargs))
         if func._schema.is_mutable:
             self._forget(set(map(address, inputs)))
+            self._has_head = False
         key = once_key(func, args)
         if key in self._once:
             return self._once[key][1]
@@ -126,6 +141,9 @@ class Capture(TorchDispatchMode):
         if self._is_view(func, args, tensors):
             return result
         before = set(map(address, inputs))
+        if self._late is not None and address(self._late) in before:
+            self._program.append((_HEAD, []))
+            self._late, self._has_head = None, True
         made = {address(x): x.untyped_storage() for x in tensors if address(x) not in before}
         self._made |= made
         instructions = None if interpreter() is None else instructions_of(func, args, kwargs, tensors)

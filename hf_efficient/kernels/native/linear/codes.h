@@ -1,15 +1,16 @@
 // Weights of 2, 3, 4 or 8-bit codes (BITS, a compiler flag), scale and zero per group of columns. KIND, another flag,
 // tells what codes stand for: W[n][k] = (code - zero) * scale (GRID), table[code] * scale (CODEBOOK), or the code is a
-// float8 E4M3 (FLOAT8). kernels/linear/native_cpu.py packs them.
+// float8 E4M3 (FLOAT8) or E5M2 (FLOAT8_E5M2). kernels/linear/native_cpu.py packs them.
 
 #pragma once
 #include "products.h"
 
-enum { GRID, CODEBOOK, FLOAT8 };
+enum { GRID, CODEBOOK, FLOAT8, FLOAT8_E5M2 };
 enum { NEVER, ALWAYS, WIDE };  // of Weight.rounds_inputs: WIDE is so many rows that rounding saves time
 #ifndef KIND
 #define KIND GRID
 #endif
+constexpr bool IS_FLOAT8 = KIND == FLOAT8 || KIND == FLOAT8_E5M2;
 
 constexpr int SEGMENT = 512;  // columns whose sum is scaled and added to the total, which bounds the rounding error
 
@@ -19,10 +20,10 @@ struct Weight {  // mirrored in kernels/linear/native_cpu.py
     const void *zero;     // [blocks, groups, 16] uint8 or float32, or null: the middle of the grid
     int64_t out_features, in_features, group;  // group: columns
     int64_t scale_is_float;
-    int64_t rounds_inputs;  // which bfloat16 inputs are rounded to int8; of FLOAT8 see float8_inputs.h
+    int64_t rounds_inputs;  // which bfloat16 inputs are rounded to int8; of float8 see float8_inputs.h
     int64_t zero_is_float;
-    const float *table;    // CODEBOOK: 2 ** BITS numbers of bfloat16, as floats
-    const float *x_scale;  // FLOAT8: of static inputs, or null
+    const float *table;    // CODEBOOK: 2 ** BITS numbers, of bfloat16 where x is
+    const float *x_scale;  // float8: of static inputs, or null
 };
 
 // Codes of BITS bits: code 2j of a lane at bit BITS * j of its word, code 2j + 1 at bit 16 + BITS * j. Three words hold
@@ -90,6 +91,9 @@ struct Codes : Lines {
             } else if constexpr (KIND == FLOAT8) {  // as a float, with another bias of the exponent
                 const Words top = (column % 2 ? high : words[0]) << (24 - column / 2 * 8);
                 return (Floats)((top & 0x80000000u) | (top >> 4 & 0x07f00000u)) * 0x1p120f;
+            } else if constexpr (KIND == FLOAT8_E5M2) {
+                const Words top = (column % 2 ? high : words[0]) << (24 - column / 2 * 8);
+                return (Floats)((top & 0x80000000u) | (top >> 3 & 0x0fe00000u)) * 0x1p112f;
             } else {
                 const uint32_t mask = ((1u << BITS) - 1) << (column / 2 * BITS);
                 return to_floats((Ints)((column % 2 ? high : words[0]) & mask));

@@ -1,11 +1,14 @@
-// Codes as pairs of bfloat16, by look-ups in registers. 8 bits: of 128 magnitudes.
+// Codes as pairs of bfloat16, by look-ups in registers. 8 bits: of 128 magnitudes. For x in float the numbers of a
+// table are looked up as floats.
 
 #pragma once
 
-static INLINE float float8_value(int magnitude) {  // of E4M3
-    const int exponent = magnitude >> 3, mantissa = magnitude & 7;
+static INLINE float float8_value(int magnitude) {  // of E4M3, or of E5M2, whose infinity and NaN are not loaded
+    constexpr int BITS_BEHIND = KIND == FLOAT8 ? 3 : 2, LEAST = KIND == FLOAT8 ? -9 : -16;
+    const int exponent = magnitude >> BITS_BEHIND, mantissa = magnitude & ((1 << BITS_BEHIND) - 1);
     if (magnitude == 127) return __builtin_nanf("");
-    return exponent ? __builtin_ldexpf(8 + mantissa, exponent - 10) : __builtin_ldexpf(mantissa, -9);
+    if (!exponent) return __builtin_ldexpf(mantissa, LEAST);
+    return __builtin_ldexpf((1 << BITS_BEHIND) + mantissa, LEAST + exponent - 1);
 }
 
 struct Codes : Lines {
@@ -13,12 +16,13 @@ struct Codes : Lines {
     static constexpr bool LOOKS_UP = true;
     static constexpr float factor(int) { return 1; }
     __m512i table[BITS == 8 ? 4 : 1];
+    Floats numbers_of_table;
 
     explicit Codes(const float *numbers = nullptr) {
         uint16_t values[128];
         for (int i = 0; i < 128; i++) {
             const int code = i % (1 << BITS);
-            if (KIND == FLOAT8) values[i] = bfloat16_bits(float8_value(i));
+            if (IS_FLOAT8) values[i] = bfloat16_bits(float8_value(i));
             else values[i] = bfloat16_bits(BITS == 8 ? i + 0.5f : numbers ? numbers[code] : code - MIDDLE);
         }
         if (BITS == 8) {
@@ -27,6 +31,8 @@ struct Codes : Lines {
         } else {
             table[0] = _mm512_loadu_si512(values);
         }
+        if (KIND == CODEBOOK && numbers)
+            for (int i = 0; i < LANES; i++) numbers_of_table[i] = numbers[i % (1 << BITS)];
     }
 
     INLINE void decode(const uint8_t *line, Pairs *out) const {  // 16 lanes of two bfloat16
@@ -47,6 +53,17 @@ struct Codes : Lines {
     }
 
     INLINE void decode(const uint8_t *line, Floats *out) const {
+        if constexpr (KIND == CODEBOOK) {
+            Words words[LINES];
+            load(line, words);
+#pragma GCC unroll 16
+            for (int j = 0; j < PAIRS; j++) {
+                const Words both = shifted(words, j);
+                out[2 * j] = look_up(numbers_of_table, both);
+                out[2 * j + 1] = look_up(numbers_of_table, both >> 16);
+            }
+            return;
+        }
         Pairs both[PAIRS];
         decode(line, both);
 #pragma GCC unroll 16

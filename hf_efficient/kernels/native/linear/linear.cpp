@@ -43,7 +43,7 @@ extern "C" void hf_linear(const Product *products, int64_t count, const void *x,
     }
     int64_t columns = w->in_features;
     const int64_t width = w->width;
-    if (KIND == FLOAT8 && w->rounds_inputs) {
+    if (IS_FLOAT8 && w->rounds_inputs) {
         if (is_float) x = float8_inputs(*w, (const float *)x, rows);
         else x = float8_inputs(*w, (const uint16_t *)x, rows);
         columns = width;

@@ -4,6 +4,7 @@
 #include "dense_floats.h"
 #include "dense_tiles.h"
 #include "layout.h"
+#include "look_ups.h"
 #include <initializer_list>
 
 enum Op : int32_t {
@@ -15,6 +16,7 @@ enum Op : int32_t {
     DENSE,                           // y = a @ b^T + c, all of one type: sizes[1] rows, sizes[2] columns, sizes[3] wide
     CALL,                            // linear(weight), a function of another library that returns 0 where it refuses
     RMS_NORM, ROTARY, GATED,         // several ops in one, see kernels/replay/fusion.py
+    GATHER,                          // y[i][j] = a[i][b[j]]: sizes[1] rows, sizes[2] int64 indices, sizes[3] bytes each
     ARGMAX,                          // int64 y: the index of the largest element of a in its last dimension
 };
 
@@ -37,7 +39,6 @@ EXPORT_LAYOUTS(LAYOUT(Operand, data, strides, type)
                LAYOUT(Instruction, op, sizes, y, a, b, c, alpha, beta, weight, linear))
 
 constexpr int CHUNK = 512;             // elements of a row that are computed at once
-constexpr int64_t WORTH_IT = 1 << 13;  // elements that several threads share
 
 template <class F> static INLINE void unary(float *x, int64_t count, F f) {
     for (int64_t i = 0; i < count; i += LANES) *(Floats *)(x + i) = f(*(const Floats *)(x + i));
@@ -357,14 +358,12 @@ static void argmax(const Instruction &in) {
     }
 }
 
-// Whether every index is in range. Nothing is read from a where one is not.
-static bool rows(const Instruction &in) {
-    const int64_t *index = (const int64_t *)in.b.data, present = in.sizes[1], count = in.sizes[2], bytes = in.sizes[3];
-    for (int64_t i = 0; i < count; i++)
-        if (index[i] < 0 || index[i] >= present) return false;
-    for (int64_t i = 0; i < count; i++)
-        memcpy((char *)in.y.data + i * bytes, (const char *)in.a.data + index[i] * bytes, bytes);
-    return true;
+static bool look_up(const Instruction &in) {
+    const int64_t *index = (const int64_t *)in.b.data, *sizes = in.sizes;
+    if (in.op == ROWS)
+        return look_up_rows(index, sizes[1], sizes[2], sizes[3], (const char *)in.a.data, (char *)in.y.data);
+    if (sizes[3] == 2) return gather(index, sizes[1], sizes[2], (const uint16_t *)in.a.data, (uint16_t *)in.y.data);
+    return gather(index, sizes[1], sizes[2], (const uint32_t *)in.a.data, (uint32_t *)in.y.data);
 }
 
 // Returns 0, or the number (from 1 on) of the instruction that refused an index, a length or a block out of range.
@@ -372,8 +371,8 @@ extern "C" int64_t hf_replay(const Instruction *in, int64_t count) {
     for (int64_t i = 0; i < count; i++, in++) {
         if (in->op < MEAN) elementwise(*in);
         else if (in->op < ROWS) reduce(*in);
-        else if (in->op == ROWS) {
-            if (!rows(*in)) return i + 1;
+        else if (in->op == ROWS || in->op == GATHER) {
+            if (!look_up(*in)) return i + 1;
         }
         else if (in->op == RMS_NORM) rms_norm(*in);
         else if (in->op == ROTARY) rotary(*in);

@@ -9,11 +9,12 @@ from .w8a8_kernels import STEP, w8a8_kernel
 from .weight_only import DTYPES, INTERPRETED, _on
 
 
-def check_codes(dtype: torch.dtype, **codes: torch.Tensor) -> None:
-    """w_codes [N, K] and maybe x_codes [M, K], by name."""
+def check_codes(dtype: torch.dtype, w_dtype: torch.dtype | None = None, **codes: torch.Tensor) -> None:
+    """w_codes [N, K] and maybe x_codes [M, K], by name. w_dtype: another one that w_codes may have."""
     for name, tensor in codes.items():
-        if tensor.dtype != dtype:
-            raise TypeError(f"{name} has dtype {tensor.dtype}: allowed is {dtype}")
+        if tensor.dtype != dtype and (name != "w_codes" or tensor.dtype != w_dtype):
+            also = f" or {w_dtype}" if name == "w_codes" and w_dtype is not None else ""
+            raise TypeError(f"{name} has dtype {tensor.dtype}: allowed is {dtype}{also}")
         if tensor.dim() != 2 or tensor.shape[1] == 0:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: allowed is [rows, K] with K >= 1")
         if tensor.shape[1] > 1 and tensor.stride(1) != 1:
@@ -95,7 +96,7 @@ def launch(
     if tma:
         tile = w8a8_configs.TMA_TILES[kind]
     else:
-        many_registers = block_scales or kind == "fp8_as_fp16"
+        many_registers = block_scales or kind in ("fp8_as_fp16", "e5m2_as_fp16")
         tile = w8a8_configs.choose_tile(tokens, many_registers, aligned, out_features, processors(device))
     row_blocks, token_blocks = triton.cdiv(out_features, tile.block_n), triton.cdiv(tokens, tile.block_m)
     steps = triton.cdiv(in_features, STEP.value)

@@ -19,6 +19,12 @@ def e4m3_to_float16(codes):
 
 
 @triton.jit
+def e5m2_to_float16(codes):
+    """uint8 -> float16, the value of the float8_e5m2: its upper byte."""
+    return (codes.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+
+
+@triton.jit
 def outlier_product(
     x_ptr, w_ptr, columns_ptr, count_ptr, rows, tokens, stride_x, stride_w, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr, UPCAST: tl.constexpr,
@@ -61,6 +67,8 @@ def finish(
     total = result.to(tl.float32)
     if KIND == "fp8_as_fp16":
         total *= 65536.0  # both operands were divided by 256
+    if KIND == "e5m2_as_fp16":
+        total *= 256.0  # x was
     if not BLOCK_SCALES:
         total *= tl.load(x_scale_ptr + tokens * stride_xs)[None, :]
         if outlier_x_ptr is not None:
@@ -101,7 +109,7 @@ def w8a8_kernel(
     """Grid (row blocks * token blocks, splits of K).
 
     KIND: "int8" (int32 sums), "fp8" (pointers to float8_e4m3fn, matrix instructions of that type) or "fp8_as_fp16"
-    (pointers to uint8; for GPUs whose float8 is another or none).
+    (pointers to uint8; for GPUs whose float8 is another or none). "e5m2_as_fp16": the same with weights in E5M2.
     BLOCK_SCALES: the product of 128 columns is multiplied by its scales and added in float32.
     TMA: codes come through the tensor memory accelerator, which also fills in zeros past the edges; addresses and row
     strides are multiples of 16.
@@ -141,6 +149,9 @@ def w8a8_kernel(
         if KIND == "fp8_as_fp16":
             x = e4m3_to_float16(x)
             w = e4m3_to_float16(w)
+        if KIND == "e5m2_as_fp16":
+            x = e4m3_to_float16(x)
+            w = e5m2_to_float16(w)
         if BLOCK_SCALES:
             scale = tl.load(x_scale_at + step * stride_xs_block) * tl.load(w_scale_at + step * stride_ws_block)
             result += tl.dot(w, x) * scale[None, :]
