@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 import hf_efficient
 from hf_efficient import distill, recover, to_bitnet, train_draft
 from hf_efficient.calibration.divergence import SKEW, distillation_loss
-from hf_efficient.compression.distillation import student_trainer, written
+from hf_efficient.compression.distillation import draft_model, student_trainer, written
 from hf_efficient.compression.distillation.draft_model import expected_acceptance
 from hf_efficient.compression.distillation.relations import relation_loss
 from hf_efficient.compression.distillation.student_trainer import Projections, StudentTrainer, hidden_loss
@@ -157,12 +157,24 @@ def test_a_student_is_made_of_the_teacher_in_one_call(teacher, tmp_path):
     assert torch.equal(again(TOKENS).logits, student(TOKENS).logits)
 
 
-def test_the_student_learns_answers_only(teacher, tmp_path):
+def test_the_student_learns_answers_only(teacher, tmp_path, monkeypatch):
     tokenizer, student = tiny_tokenizer(), copy.deepcopy(teacher)
     rows = answers(teacher, tokenizer, PROMPTS, 64, 12, 0, tmp_path)
     assert [int((row["answer"] == 0).sum()) for row in rows] == [len(prompt) for prompt in PROMPTS]
-    again = answers(None, tokenizer, PROMPTS, 64, 12, 0, tmp_path)  # from the folder
+    monkeypatch.setattr(written, "sample", None)
+    again = answers(teacher, tokenizer, PROMPTS, 64, 12, 0, tmp_path)  # from the folder
     assert all(torch.equal(a[key], b[key]) for a, b in zip(rows, again) for key in a)
+    for changes, name in (
+        ({"teacher": tiny_model("llama", torch.bfloat16, seed=7)}, "writer"),
+        ({"prompts": PROMPTS[1:]}, "prompts"),
+        ({"length": 32}, "sequence_length"),
+        ({"new": 13}, "max_new_tokens"),
+        ({"seed": 1}, "seed"),
+    ):
+        given = {"teacher": teacher, "prompts": PROMPTS, "length": 64, "new": 12, "seed": 0, **changes}
+        with pytest.raises(ValueError, match=f"answers.safetensors holds text of another run .{name} differs"):
+            answers(tokenizer=tokenizer, folder=tmp_path, **given)
+    monkeypatch.undo()
     batch = pad(rows)
     trainer = StudentTrainer.__new__(StudentTrainer)
     counted = trainer.counted(batch)
@@ -229,7 +241,32 @@ def test_text_is_written_where_none_is_given(teacher, tmp_path):
     text = hf_efficient.CalibrationConfig(num_samples=24, sequence_length=16)
     result = recover(student, teacher, text, steps=2, batch_size=2, checkpoint_dir=tmp_path)
     assert result["tokens"] == 2 * 2 * 16 and result["perplexity"] > 1  # one window of 24 is held out
-    assert (tmp_path / "own_text.safetensors").is_file()
+    stored = (tmp_path / "own_text.safetensors").read_bytes()
+    again = recover(copy.deepcopy(teacher), teacher, text, steps=2, batch_size=2, checkpoint_dir=tmp_path)
+    assert again["loss"] == result["loss"] and (tmp_path / "own_text.safetensors").read_bytes() == stored
+    other, longer = tiny_model("llama", torch.bfloat16, seed=7), hf_efficient.CalibrationConfig(sequence_length=24)
+    for given, names in (((other, text), "writer differs"), ((teacher, longer), "num_samples and sequence_length")):
+        with pytest.raises(ValueError, match=f"own_text.safetensors holds text of another run .{names}"):
+            recover(student, *given, steps=2, checkpoint_dir=tmp_path)
+
+
+def test_a_checkpoint_of_other_models_is_refused(teacher, tmp_path):
+    other = tiny_model("llama", torch.bfloat16, seed=7)
+    recover(copy.deepcopy(teacher), teacher, TOKENS, steps=1, checkpoint_dir=tmp_path)
+    for models, name in (((other, teacher), "model"), ((copy.deepcopy(teacher), other), "teacher")):
+        with pytest.raises(ValueError, match=f"of another training .{name}=.{{64}} instead of .{{64}}.: delete it"):
+            recover(*models, TOKENS, steps=1, checkpoint_dir=tmp_path)
+
+
+def test_of_twenty_answers_one_is_held_out(teacher, tmp_path):
+    tokenizer, prompts = tiny_tokenizer(), [f"{PROMPTS[i % 4]} {i}" for i in range(20)]
+    how = dict(tokenizer=tokenizer, prompts=prompts, max_new_tokens=12, sequence_length=64)
+    student = tiny_model("llama", torch.bfloat16, seed=1, eos_token_id=None)
+    student, result = distill(student, teacher, **how, **{**FAST, "steps": 4}, checkpoint_dir=tmp_path)
+    row = answers(teacher, tokenizer, prompts, 64, 12, 0, tmp_path)[-1]
+    tokens, answer = row["input_ids"], row["answer"][1:] == 1
+    loss = torch.nn.functional.cross_entropy(student(tokens[None]).logits[0, :-1][answer].float(), tokens[1:][answer])
+    assert abs(result["perplexity"] - loss.exp().item()) < 1e-2 * result["perplexity"]
 
 
 @pytest.mark.parametrize("norms", [True, False])
@@ -267,7 +304,8 @@ def test_a_draft_model_learns_and_drafts(teacher, how, tmp_path, monkeypatch):
     monkeypatch.setattr(written, "sample", lambda model, *args: writers.append(model) or write(model, *args))
     draft = train_draft(target, tokenizer, tmp_path / "draft", "model", **arguments, **how)
     assert writers[0] is target
-    assert sum(model is draft for model in writers) == 8  # in a half of the 17 steps the draft writes: on-policy
+    assert sum(model is draft for model in writers) == 10  # in a half of the 20 steps the draft writes: on-policy
+    assert not (tmp_path / "draft-progress").exists()
     assert draft.config.num_hidden_layers == 1 and 0 < draft.expected_acceptance <= 1
     if "draft" in how:
         assert draft.expected_acceptance > before
@@ -276,6 +314,48 @@ def test_a_draft_model_learns_and_drafts(teacher, how, tmp_path, monkeypatch):
     settings = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
     plain = target.generate(prompt, **settings)
     assert torch.equal(target.generate(prompt, assistant_model=again, **settings), plain)
+
+
+def test_an_interrupted_draft_model_goes_on_and_another_is_refused(teacher, tmp_path, monkeypatch):
+    target, tokenizer, output = copy.deepcopy(teacher), tiny_tokenizer(), tmp_path / "draft"
+    small = tiny_model("llama", torch.bfloat16, seed=3, num_hidden_layers=1, eos_token_id=None)
+    arguments = dict(prompts=PROMPTS, num_tokens=4 * 12, max_new_tokens=12, minutes=0.02)
+    monkeypatch.setattr(training, "SAVE_EVERY", 1)
+    lengths, learn = [], draft_model.learn
+
+    def watched(*args, **kwargs):
+        lengths.append(args[4].minutes)
+        return learn(*args, **kwargs)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(draft_model, "learn", watched)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(draft_model, "expected_acceptance", interrupted)
+        train_draft(target, tokenizer, output, "model", draft=copy.deepcopy(small), **arguments)
+    for changes, name in (
+        ({"model": tiny_model("llama", torch.bfloat16, seed=9, eos_token_id=None)}, "model"),
+        ({"prompts": PROMPTS[1:]}, "prompts"),
+        ({"batch_size": 3}, "batch_size"),
+        ({"draft": tiny_model("llama", torch.bfloat16, seed=4, num_hidden_layers=1)}, "draft"),
+        ({"kind": "medusa", "draft": None}, "draft"),
+    ):
+        given = {"model": target, "draft": small, "kind": "model", **arguments, **changes}
+        with pytest.raises(ValueError, match=f"text of another run .{name} differ"):
+            train_draft(given.pop("model"), tokenizer, output, given.pop("kind"), **given)
+    assert len(lengths) == 1
+    train_draft(target, tokenizer, output, "model", draft=small, **arguments)
+    assert lengths[0] == lengths[1] < 0.02 and not (tmp_path / "draft-progress").exists()
+    with pytest.raises(ValueError, match="draft_tokens=7: a draft model guesses from all tokens"):
+        train_draft(target, tokenizer, output, "model", draft=small, draft_tokens=7)
+
+
+def test_answers_are_written_so_many_at_once_and_end_in_time(teacher, monkeypatch):
+    sizes, write = [], written.sample
+    monkeypatch.setattr(written, "sample", lambda model, ids, *args: sizes.append(len(ids)) or write(model, ids, *args))
+    rows = answers(teacher, tiny_tokenizer(), PROMPTS * 2, 64, 12, 0, batch_size=3, is_late=lambda: len(sizes) == 2)
+    assert sizes == [3, 3] and 3 < len(rows) <= 6
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 """Text for distillation that a model writes: answers of the teacher to prompts, and continuations by the student."""
 
-from pathlib import Path
+import hashlib
+import json
+from collections.abc import Callable
 
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from hf_efficient.files import atomic_write
+from hf_efficient.compression.stored_text import stored_text
 from hf_efficient.generation.decode import speculative_generate
 from hf_efficient.generation.model_traits import check_ragged
 
@@ -50,30 +51,47 @@ def sample(model, prompts: torch.Tensor, mask: torch.Tensor, new: int, seed: int
         return model.generate(prompts, attention_mask=mask, generation_config=settings, **own)
 
 
-def answers(teacher, tokenizer, prompts: list[str], length: int, new: int, seed: int, folder=None) -> list[dict]:
+def answers(
+    teacher,
+    tokenizer,
+    prompts: list[str],
+    length: int,
+    new: int,
+    seed: int,
+    folder=None,
+    batch_size: int = _ROWS,
+    is_late: Callable[[], bool] | None = None,
+) -> list[dict]:
     """Rows that `teacher` writes in answer to `prompts` (sequence-level distillation,
     https://arxiv.org/abs/1606.07947), sampled at temperature 1. Answers that mostly repeat themselves or others are
     left out, and what is longer than `length` tokens is cut.
 
     Args:
         new: tokens of an answer, at most.
-        folder: keeps what was written; what lies there is taken.
+        folder: keeps what was written, and it is taken from there another time.
+        batch_size: answers that are written at once.
+        is_late: the first batch after which it returns True is the last.
 
     Returns:
         "input_ids" and "answer" (1 where a token was written), int64 [tokens], padded to one length on the right by
         `pad` later.
 
     Raises:
-        ValueError: nothing is left.
+        ValueError: nothing is left, or a folder with the text of another run.
     """
-    path = None if folder is None else Path(folder) / "answers.safetensors"
-    if path is not None and path.is_file():
-        stored = load_file(path)
-        return _rows(stored["tokens"], stored["lengths"], stored["prompts"])
     encoded = _encode(tokenizer, prompts, length)
+    arguments = {"prompts": hashlib.sha256(json.dumps(encoded).encode()).hexdigest(), "sequence_length": length}
+    arguments |= {"max_new_tokens": new, "seed": seed, "batch_size": batch_size}
+    write = lambda: _written(teacher, encoded, length, new, seed, batch_size, is_late)  # noqa: E731
+    stored = stored_text(folder, "answers", teacher, arguments, write)
+    return _rows(stored["tokens"], stored["lengths"], stored["prompts"])
+
+
+def _written(teacher, encoded, length, new, seed, batch_size, is_late) -> dict[str, torch.Tensor]:
+    """The tokens of all rows one after the other, their lengths, and how many tokens of each are the prompt's."""
     rows, seen = [], set()
-    for start in logging.tqdm(range(0, len(encoded), _ROWS), desc="writing answers"):
-        part = encoded[start : start + _ROWS]
+    for start in logging.tqdm(range(0, len(encoded), batch_size), desc="writing answers"):
+        part = encoded[start : start + batch_size]
         batch = _left_padded(part, teacher.device)
         ids = sample(teacher, *batch, new, seed * 1_000_003 + start)
         batch = _batch(ids, batch[1], teacher.generation_config.eos_token_id)
@@ -83,15 +101,12 @@ def answers(teacher, tokenizer, prompts: list[str], length: int, new: int, seed:
             if own and len(runs - seen) >= _MOST_REPEATED * max(1, len(own) - _RUN + 1):
                 seen |= runs
                 rows.append((tokens[present == 1][:length], int((answer == 0)[present == 1].sum())))
+        if is_late is not None and is_late():
+            break
     if not rows:
         raise ValueError(f"{type(teacher).__name__} repeats itself in every answer that it writes: give other prompts")
     tokens, lengths = torch.cat([row for row, _ in rows]), torch.tensor([len(row) for row, _ in rows])
-    begins = torch.tensor([prompt for _, prompt in rows])
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as partial:
-            save_file({"tokens": tokens, "lengths": lengths, "prompts": begins}, partial)
-    return _rows(tokens, lengths, begins)
+    return {"tokens": tokens, "lengths": lengths, "prompts": torch.tensor([prompt for _, prompt in rows])}
 
 
 def pad(rows: list[dict]) -> dict[str, torch.Tensor]:

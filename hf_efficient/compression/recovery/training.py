@@ -29,13 +29,13 @@ def train(
     trained: nn.Module,
     teacher,
     rows: Sequence[dict],
-    held_out: torch.Tensor,
+    held_out: torch.Tensor | Sequence[dict],
     options: RecoveryOptions,
     run: dict,
     trainer: type[DistillationTrainer] | None = None,
     **more,
 ) -> dict[str, float]:
-    """Trains on `rows` with "input_ids" int64 [length], and measures on windows `held_out` int64 [windows, length].
+    """Trains on `rows` with "input_ids" int64 [length], and measures on texts `held_out` (see `HeldOut`).
 
     Args:
         run: JSON-able description of the training, which an interrupted one must share to be resumed.
