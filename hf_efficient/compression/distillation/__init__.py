@@ -60,7 +60,8 @@ def distill(
         max_new_tokens: of an answer.
         on_policy: share of the steps, 0 to 1, in which the student continues the beginning of a text (an eighth of a
             window, or the prompt) itself and learns there (GKD, https://arxiv.org/abs/2306.13649; MiniLLM,
-            https://arxiv.org/abs/2306.08543). The native loop writes, with the student packed as it will be.
+            https://arxiv.org/abs/2306.08543). The native loop writes for ten steps at once, with the student packed as
+            it will be. Several processes write other texts than one does.
         hidden_states: weight of the error of hidden states of four layers, relative to their mean square. Linear maps,
             which are thrown away, lead from the student's width to the teacher's (TinyBERT,
             https://arxiv.org/abs/1909.10351).
@@ -128,16 +129,19 @@ def learn(
     run = {"windows": [len(rows), sum(int(row["input_ids"].sum()) for row in rows)], "on_policy": on_policy}
     run |= {**options.described(student, teacher, rows[0]["input_ids"][None]), **run, "hidden_states": hidden_states}
     run |= {"relations": relations}
-    was_training = student.training, teacher.training
+    was_training, hook = (student.training, teacher.training), None
     try:
         with trainable(student, teacher, keeps_codes=options.warm_up == 0):
             projections = Projections(student, teacher).to(student.device) if hidden_states else None
             if projections is not None:  # the student's, so that optimizer, checkpoints and DDP take them
                 student.add_module(_PROJECTIONS, projections)
+                hook = student.register_forward_hook(projections.replace_states)
             own = dict(hidden_states=hidden_states, relations=relations, on_policy=on_policy, projections=projections)
             own |= {"seed": options.seed, "data_collator": pad}
             result = train(student, teacher, rows, held_out, options, run, StudentTrainer, **own)
     finally:
+        if hook is not None:
+            hook.remove()
         student._modules.pop(_PROJECTIONS, None)
         student.train(was_training[0])
         teacher.train(was_training[1])

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_efficient.cache.bookkeeping.fingerprint import weights_fingerprint
 from hf_efficient.cache.stores.kv_formats import KV_FORMATS
 from hf_efficient.calibration.divergence import DIVERGENCES
 from hf_efficient.compression.recovery.optimizers import OPTIMIZERS, check_optimizer
 from hf_efficient.compression.recovery.plot import check_plot
+from hf_efficient.compression.stored_text import fingerprint
 from hf_efficient.configs.checks import check, check_choices, check_flags, is_integer, is_number
 
 
@@ -77,7 +77,7 @@ class RecoveryOptions:
         """JSON-able: what an interrupted training on these windows must have in common with the one that goes on."""
         fields = ("batch_size", "divergence", "text_share", "lora_rank", "seed", "optimizer", "warm_up", "kv_format")
         own = {field: getattr(self, field) for field in fields}
-        own |= {"model": weights_fingerprint(model), "teacher": weights_fingerprint(teacher)}
+        own |= {"model": fingerprint(model), "teacher": fingerprint(teacher)}
         return {**own, "learning_rate": self.largest_rate, "windows": [*windows.shape, windows.sum().item()]}
 
 

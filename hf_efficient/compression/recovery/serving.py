@@ -7,7 +7,13 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from hf_efficient.compression.recovery.unpacking import trained_linears
+from hf_efficient.compression.recovery.coded_linear import CodedLinear
+from hf_efficient.compression.recovery.masked_linear import MaskedLinear
+
+
+def trained_linears(model) -> dict[str, nn.Module]:
+    """name -> layer that is being trained."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, (MaskedLinear, CodedLinear))}
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Makes the linear layers of a model trainable in place, compressed ones included, and packs them again."""
 
 import copy
+import types
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,24 +9,30 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging
 
 from hf_efficient.bit_linear import BitLinear
 from hf_efficient.calibration.blocks import weight_of
 from hf_efficient.compression.recovery.coded_linear import CodedLinear
 from hf_efficient.compression.recovery.masked_linear import MaskedLinear
+from hf_efficient.compression.recovery.saving import save_pretrained
+from hf_efficient.compression.recovery.serving import trained_linears
+from hf_efficient.experts import EfficientExperts, is_fused_experts, is_sorted_experts
 from hf_efficient.formats.masked import MaskedFormat
 from hf_efficient.layers import CompressedModule, EfficientLinear
 
 
 # attributes that make `save_pretrained` and Trainer treat a model as quantized
 _OF_A_QUANTIZED_MODEL = ("hf_quantizer", "is_quantized", "quantization_method", "save_pretrained", "push_to_hub")
+logger = logging.get_logger(__name__)
 _LEAST_LIKENESS = 0.5  # cosine of the angle between a compressed weight and the teacher's from which it started there
 
 
 def unpack(model, teacher=None, keeps_codes: bool = True) -> None:
     """Makes the linear layers of `model` trainable in place: compressed ones become `CodedLinear`, those with a mask
     and no codes and plain ones become `MaskedLinear`. Everything else is frozen: a plain output embedding, tied
-    weights, embeddings, fused experts and all other parameters. `pack` and `discard` undo it.
+    weights, embeddings, fused experts (with a warning) and all other parameters. `pack` and `discard` undo it, and
+    `save_pretrained` writes the packed model meanwhile.
 
     teacher: a model whose linear layers of the same names may be what compressed ones were made of.
     keeps_codes: whether learning starts at the codes of the layers. False: at the teacher's weights, where there are.
@@ -53,6 +60,8 @@ def unpack(model, teacher=None, keeps_codes: bool = True) -> None:
         )
     if not found:
         raise ValueError(f"{type(model).__name__} has no linear layer to train: all are tied or outputs")
+    if experts := [name for name, module in model.named_modules() if _is_experts(module)]:
+        logger.warning(f"fused experts do not learn, and stay as they are: {len(experts)} modules, first {experts[0]}")
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     made = {name: _trained(module, _exact(module, name, teacher), keeps_codes) for name, module in found.items()}
     model.requires_grad_(False)
@@ -62,6 +71,7 @@ def unpack(model, teacher=None, keeps_codes: bool = True) -> None:
     model._before_training = state, model.config, learned
     model.config = copy.copy(model.config)  # checkpoints of the training hold what is learned, and no codes
     model.config.__dict__.pop("quantization_config", None)
+    model.save_pretrained = types.MethodType(save_pretrained, model)
 
 
 def pack(model) -> None:
@@ -88,7 +98,9 @@ def discard(model) -> None:
 @contextmanager
 def trainable(model, teacher=None, keeps_codes: bool = True) -> Iterator[nn.Module]:
     """`model` with linear layers that learn under their codes and masks, for a `Trainer` of your own. At the end of the
-    block what was learned is packed into the same formats; after an error the model is as it was.
+    block what was learned is packed into the same formats; after an error the model is as it was. `save_pretrained`
+    inside the block writes the packed model, so `Trainer.save_model` and `push_to_hub=True` do. Trainer's checkpoints
+    hold the weights as they are learned, and no model.
 
     teacher, keeps_codes: see `unpack`.
 
@@ -104,9 +116,8 @@ def trainable(model, teacher=None, keeps_codes: bool = True) -> Iterator[nn.Modu
         raise
 
 
-def trained_linears(model) -> dict[str, nn.Module]:
-    """name -> layer that is being trained."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, (MaskedLinear, CodedLinear))}
+def _is_experts(module: nn.Module) -> bool:
+    return isinstance(module, EfficientExperts) or is_fused_experts(module) or is_sorted_experts(module)
 
 
 def _trained(module: nn.Module, exact: torch.Tensor | None, keeps_codes: bool) -> nn.Module:
@@ -139,7 +150,8 @@ def _restore(model, layers: dict[str, nn.Module]) -> None:
     for name, layer in layers.items():
         model.set_submodule(name, layer)
     state, model.config, learned = model.__dict__.pop("_before_training")
-    model.__dict__.pop("_is_accelerate_prepared", None)  # accelerate sets it in Trainer
+    for name in ("save_pretrained", "_is_accelerate_prepared"):  # accelerate sets the second one in Trainer
+        model.__dict__.pop(name, None)
     model.__dict__.update(state)
     for parameter in learned:
         parameter.requires_grad_(True)
