@@ -1,9 +1,9 @@
 """Recovery: a training of a compressed or pruned model against the model from before, under its codes and masks.
 
 `options` checks the arguments, `texts` reads the text. `unpacking` makes the layers learn and packs them again:
-`coded_linear` those under codes (`coded_weights`, `grids`), `masked_linear` those under a mask and plain ones. `lora`
-puts adapters under the masks. `calibration.divergence` is the loss, `trainer`, `optimizers`, `progress` and `memory`
-the rest of a `training`."""
+`coded_linear` those under codes (`coded_weights`, `grids`), `coded_experts` those of mixtures, `masked_linear` those
+under a mask and plain ones. `lora` puts adapters under the masks. `calibration.divergence` is the loss, `trainer`,
+`optimizers`, `progress` and `memory` the rest of a `training`."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -55,9 +55,10 @@ def recover(
     which do not change, and plain layers (after structured pruning, for example) as they are. Inputs that are rounded
     to 8 bits are rounded in training, too.
 
-    Embeddings, norms of the model, biases, tied weights and fused experts do not change. Weights are float32 while they
-    learn, with a cosine schedule; products are computed in the model's dtype. At the end the model is packed into the
-    formats that it had, and is saved as it would have been before.
+    Compressed experts of mixtures learn as linear layers do. Embeddings, norms of the model, biases, tied weights and
+    fused experts that are not compressed do not change. Weights are float32 while they learn, with a cosine schedule;
+    products are computed in the model's dtype. At the end the model is packed into the formats that it had, and is
+    saved as it would have been before.
 
     Args:
         model: a causal LM on one device, as `from_pretrained` gives it.

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from hf_efficient.compression.recovery.coded_experts import CodedExperts
 from hf_efficient.compression.recovery.coded_linear import CodedLinear
 from hf_efficient.compression.recovery.masked_linear import MaskedLinear
 
@@ -16,11 +17,19 @@ def trained_linears(model) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(module, (MaskedLinear, CodedLinear))}
 
 
+def trained_modules(model) -> dict[str, nn.Module]:
+    """name -> module that is being trained: `trained_linears`, with `CodedExperts` for theirs."""
+    experts = {name: module for name, module in model.named_modules() if isinstance(module, CodedExperts)}
+    inside = tuple(f"{name}." for name in experts)
+    layers = {name: module for name, module in trained_linears(model).items() if not name.startswith(inside)}
+    return {**layers, **experts}
+
+
 @contextmanager
 def serving(model) -> Iterator[nn.Module]:
     """Inside, the layers of `model` that are trained are packed copies, so that it decodes as fast as it will after
     training. The copies take the memory of the packed model."""
-    trained, was_training = trained_linears(model), model.training
+    trained, was_training = trained_modules(model), model.training
     with torch.no_grad():
         packed = {name: _copy(module) for name, module in trained.items()}
     try:

@@ -12,12 +12,12 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from hf_efficient.bit_linear import BitLinear
-from hf_efficient.calibration.blocks import weight_of
+from hf_efficient.compression.recovery.coded_experts import CodedExperts, learns, stays
 from hf_efficient.compression.recovery.coded_linear import CodedLinear
+from hf_efficient.compression.recovery.exact_weights import exact_expert, exact_weight
 from hf_efficient.compression.recovery.masked_linear import MaskedLinear
 from hf_efficient.compression.recovery.saving import save_pretrained
-from hf_efficient.compression.recovery.serving import trained_linears
-from hf_efficient.experts import EfficientExperts, is_fused_experts, is_sorted_experts
+from hf_efficient.compression.recovery.serving import trained_linears, trained_modules
 from hf_efficient.formats.masked import MaskedFormat
 from hf_efficient.layers import CompressedModule, EfficientLinear
 
@@ -25,14 +25,13 @@ from hf_efficient.layers import CompressedModule, EfficientLinear
 # attributes that make `save_pretrained` and Trainer treat a model as quantized
 _OF_A_QUANTIZED_MODEL = ("hf_quantizer", "is_quantized", "quantization_method", "save_pretrained", "push_to_hub")
 logger = logging.get_logger(__name__)
-_LEAST_LIKENESS = 0.5  # cosine of the angle between a compressed weight and the teacher's from which it started there
 
 
 def unpack(model, teacher=None, keeps_codes: bool = True) -> None:
-    """Makes the linear layers of `model` trainable in place: compressed ones become `CodedLinear`, those with a mask
-    and no codes and plain ones become `MaskedLinear`. Everything else is frozen: a plain output embedding, tied
-    weights, embeddings, fused experts (with a warning) and all other parameters. `pack` and `discard` undo it, and
-    `save_pretrained` writes the packed model meanwhile.
+    """Makes the linear layers of `model` trainable in place: compressed ones become `CodedLinear`, compressed experts
+    `CodedExperts`, those with a mask and no codes and plain ones `MaskedLinear`. Everything else is frozen: a plain
+    output embedding, tied weights, embeddings, other fused experts (with a warning) and all other parameters. `pack`
+    and `discard` undo it, and `save_pretrained` writes the packed model meanwhile.
 
     teacher: a model whose linear layers of the same names may be what compressed ones were made of.
     keeps_codes: whether learning starts at the codes of the layers. False: at the teacher's weights, where there are.
@@ -45,7 +44,7 @@ def unpack(model, teacher=None, keeps_codes: bool = True) -> None:
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, CompressedModule):
-            if isinstance(module, EfficientLinear):
+            if isinstance(module, EfficientLinear) or learns(module):
                 found[name] = module
         elif isinstance(module, (nn.Linear, Conv1D)) and module is not head and shared[id(module.weight)] == 1:
             found[name] = module
@@ -60,10 +59,10 @@ def unpack(model, teacher=None, keeps_codes: bool = True) -> None:
         )
     if not found:
         raise ValueError(f"{type(model).__name__} has no linear layer to train: all are tied or outputs")
-    if experts := [name for name, module in model.named_modules() if _is_experts(module)]:
+    if experts := [name for name, module in model.named_modules() if stays(module)]:
         logger.warning(f"fused experts do not learn, and stay as they are: {len(experts)} modules, first {experts[0]}")
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    made = {name: _trained(module, _exact(module, name, teacher), keeps_codes) for name, module in found.items()}
+    made = {name: _trained(name, module, teacher, keeps_codes) for name, module in found.items()}
     model.requires_grad_(False)
     for name, module in made.items():
         model.set_submodule(name, module)
@@ -80,7 +79,7 @@ def pack(model) -> None:
     Raises:
         ValueError: a weight is NaN or infinite; the model stays as it is.
     """
-    trained = trained_linears(model)
+    trained = trained_modules(model)
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
         raise ValueError("the model is sharded (FSDP2 or tensor parallelism), which is not supported: train with DDP")
     broken = [name for name, module in trained.items() if not module.is_finite()]
@@ -91,7 +90,7 @@ def pack(model) -> None:
 
 def discard(model) -> None:
     """Puts the layers of before `unpack` back, with the weights they had."""
-    trained = trained_linears(model)
+    trained = trained_modules(model)
     _restore(model, {name: module._origin[0].to(module.weight.device) for name, module in trained.items()})
 
 
@@ -116,34 +115,21 @@ def trainable(model, teacher=None, keeps_codes: bool = True) -> Iterator[nn.Modu
         raise
 
 
-def _is_experts(module: nn.Module) -> bool:
-    return isinstance(module, EfficientExperts) or is_fused_experts(module) or is_sorted_experts(module)
+def _trained(name: str, module: nn.Module, teacher, keeps_codes: bool) -> nn.Module:
+    if not learns(module):
+        return _trained_linear(module, exact_weight(module, name, teacher), keeps_codes)
+
+    def learn(weight: str, expert: int, linear: EfficientLinear) -> nn.Module:
+        return _trained_linear(linear, exact_expert(linear, name, weight, expert, teacher), keeps_codes)
+
+    return CodedExperts(module, learn)
 
 
-def _trained(module: nn.Module, exact: torch.Tensor | None, keeps_codes: bool) -> nn.Module:
+def _trained_linear(module: nn.Module, exact: torch.Tensor | None, keeps_codes: bool) -> nn.Module:
     is_coded = isinstance(module, EfficientLinear)
     if is_coded and isinstance(module.format, MaskedFormat) and module.format.weights is None:
         is_coded = False
     return CodedLinear(module, exact, keeps_codes) if is_coded else MaskedLinear(module)
-
-
-def _exact(module: nn.Module, name: str, teacher) -> torch.Tensor | None:
-    """The teacher's weight float32 [N, K], where `module` seems to be made of it; it may also be one of another model,
-    or of an input that was scaled."""
-    if teacher is None or not isinstance(module, EfficientLinear):
-        return None
-    try:
-        other = teacher.get_submodule(name)
-    except AttributeError:
-        return None
-    if isinstance(other, CompressedModule) or not isinstance(other, (nn.Linear, Conv1D)):
-        return None
-    exact = weight_of(other).detach().to(module.weight.device).float()
-    if exact.shape != (module.out_features, module.in_features):
-        return None
-    own = module.dequantized(dtype=torch.float32)
-    likeness = nn.functional.cosine_similarity(own.flatten(), exact.flatten(), dim=0)
-    return exact if likeness > _LEAST_LIKENESS else None
 
 
 def _restore(model, layers: dict[str, nn.Module]) -> None:
