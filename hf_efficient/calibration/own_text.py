@@ -108,15 +108,14 @@ def _sample(model, first: torch.Tensor, length: int) -> torch.Tensor:
     """Windows int64 [count, length] on the CPU that begin with `first` [count, 1]."""
     if length == 1:
         return first
-    was_training = model.training
-    defaults = model.generation_config  # of which `generate` takes what is not set: the end of a text is no end here
-    ends, defaults.eos_token_id = defaults.eos_token_id, None
+    was_training, defaults = model.training, model.generation_config
     settings = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=length - 1, pad_token_id=0
     )
     first = first.to(model.device)
+    model.generation_config = settings  # of which `generate` takes what is left out: penalties, the end of a text
     try:
         return model.eval().generate(first, attention_mask=torch.ones_like(first), generation_config=settings).cpu()
     finally:
-        defaults.eos_token_id = ends
+        model.generation_config = defaults
         model.train(was_training)

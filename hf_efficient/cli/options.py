@@ -20,13 +20,18 @@ def add_dtype_argument(command: argparse.ArgumentParser) -> None:
 
 def add_loading_arguments(command: argparse.ArgumentParser) -> None:
     """Which modules are compressed, and from weights of which dtype."""
+    add_modules_argument(command)
+    add_dtype_argument(command)
+
+
+def add_modules_argument(command: argparse.ArgumentParser) -> None:
+    """--modules-to-not-convert."""
     command.add_argument(
         "--modules-to-not-convert",
         nargs="+",
         metavar="MODULE",
         help="names or globs of modules to leave as they are, beside the output embedding",
     )
-    add_dtype_argument(command)
 
 
 def option_name(argument: str) -> str:

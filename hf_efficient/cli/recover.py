@@ -37,11 +37,10 @@ def run(options: argparse.Namespace) -> Result:
     check_model("model", options.model, causal=True)
     check_model("--teacher", options.teacher, causal=True)
 
-    from hf_efficient import recover
-    from hf_efficient.compression.recovery.options import check_arguments, read_windows
+    from hf_efficient.compression.recovery import RecoveryOptions, read_windows, recover
     from hf_efficient.integrations import hub
 
-    check_arguments(**training)
+    RecoveryOptions(**training)  # checks them
     tokenizer = check_tokenizer("model", options.model)
     if texts is not None:
         texts = read_windows(texts, tokenizer, training.get("sequence_length", 512))

@@ -4,7 +4,7 @@ import argparse
 
 from hf_efficient.cli import training_options
 from hf_efficient.cli.models import check_model, check_tokenizer, check_uncompressed, load_causal_lm, save
-from hf_efficient.cli.options import add_output_argument
+from hf_efficient.cli.options import add_modules_argument, add_output_argument
 from hf_efficient.cli.path_checks import check_output
 from hf_efficient.cli.record import write_record
 from hf_efficient.cli.result import Result
@@ -18,6 +18,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", help="Hub id or local folder of the model, which is the teacher")
     add_output_argument(command)
     training_options.add_arguments(command, "the model")
+    add_modules_argument(command)
     command.add_argument("--no-norms", action="store_true", help="no norm before each ternary layer")
     command.add_argument("--dense", action="store_true", help="five weights in a byte instead of four")
 
@@ -39,7 +40,9 @@ def run(options: argparse.Namespace) -> Result:
     check_arguments(**training)
     tokenizer = check_tokenizer("model", options.model)
     model = load_causal_lm(options.model)
-    student, done = to_bitnet(model, texts, tokenizer, norms=not options.no_norms, dense=options.dense, **training)
+    own = {"norms": not options.no_norms, "dense": options.dense}
+    own["modules_to_not_convert"] = options.modules_to_not_convert
+    student, done = to_bitnet(model, texts, tokenizer, **own, **training)
 
     def describe(model, folder):
         write_record(folder, options, "compressed", options.model)

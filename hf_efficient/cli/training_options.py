@@ -18,7 +18,7 @@ KEYS = {
 NAMES = (
     *("minutes", "steps", "sequence_length", "batch_size", "learning_rate"),
     *("divergence", "text_share", "checkpoint_dir", "optimizer", "memory_gb"),
-    *("gradient_checkpointing", "warm_up", "kv_format", "plot"),
+    *("gradient_checkpointing", "warm_up", "kv_format", "plot", "seed"),
 )
 
 
@@ -39,6 +39,9 @@ def add_arguments(command: argparse.ArgumentParser, writer: str) -> None:
     command.add_argument("--kv-format", help="of the pages that attention shall learn with: int8, fp8, int4 or int2")
     command.add_argument("--plot", help="PNG file for the loss and the held-out perplexity over the steps")
     command.add_argument("--checkpoint-dir", help="folder where an interrupted training is resumed from")
+    command.add_argument(
+        "--seed", type=at_least(0), help="of the order of the text, and of text that is written (default 0)"
+    )
 
 
 def training_arguments(options: argparse.Namespace, *more: str) -> dict:

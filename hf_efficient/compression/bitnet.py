@@ -9,7 +9,8 @@ from torch import nn
 
 from hf_efficient.calibration.data import model_inputs
 from hf_efficient.compression.recovery import recover
-from hf_efficient.compression.recovery.options import RecoveryOptions, read_windows
+from hf_efficient.compression.recovery.options import RecoveryOptions
+from hf_efficient.compression.recovery.texts import read_windows
 from hf_efficient.configs import BitNetConfig, CalibrationConfig
 from hf_efficient.configs.checks import check, check_flags, is_number
 from hf_efficient.layers import CompressedModule, EfficientLinear

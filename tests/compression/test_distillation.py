@@ -1,4 +1,4 @@
-"""Distillation: losses by their definitions, students of every kind, text that teacher and student write."""
+"""Distillation: losses by their definitions, and students of every kind."""
 
 import copy
 
@@ -6,23 +6,22 @@ import pytest
 import torch
 from helpers import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers.modeling_outputs import CausalLMOutput
 
 import hf_efficient
-from hf_efficient import distill, recover, to_bitnet, train_draft
+from hf_efficient import distill, to_bitnet
 from hf_efficient.calibration.divergence import SKEW, distillation_loss
+from hf_efficient.cli import main
 from hf_efficient.compression.distillation import student_trainer, written
-from hf_efficient.compression.distillation.draft_model import expected_acceptance
 from hf_efficient.compression.distillation.relations import relation_loss
 from hf_efficient.compression.distillation.student_trainer import Projections, StudentTrainer, hidden_loss
-from hf_efficient.compression.distillation.written import answers, continuations, pad
 from hf_efficient.compression.recovery import training
-from hf_efficient.compression.recovery.serving import serving
-from hf_efficient.compression.recovery.unpacking import discard, trained_linears, unpack
+from hf_efficient.compression.recovery.serving import serving, trained_linears
+from hf_efficient.compression.recovery.unpacking import discard, unpack
 
 
 TOKENS = torch.randint(3, 128, (8, 24), generator=torch.Generator().manual_seed(0))
 FAST = dict(steps=12, batch_size=4, learning_rate=5e-3)
-PROMPTS = ["abcabc", "The river runs", "2+2=", "Once upon a time"]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,8 @@ def test_hidden_loss_across_widths_is_its_definition(teacher):
     counted[1, 3:] = False
     padded = torch.nn.functional.pad(mine[1], (0, 32))  # the maps start as the identity
     expected = ((padded - others[2]).square().mean(-1) / others[2].square().mean(-1))[counted].mean()
-    assert torch.allclose(hidden_loss(mine, others, projections, counted), expected)
+    replaced = projections.replace_states(None, None, CausalLMOutput(hidden_states=tuple(mine))).hidden_states
+    assert len(replaced) == 1 and torch.allclose(hidden_loss(replaced, others[2:], counted), expected)
 
 
 def test_relations_across_widths_are_their_definition():
@@ -100,24 +100,26 @@ def test_relations_across_widths_are_their_definition():
 )
 def test_a_student_of_another_shape_learns(teacher, options, monkeypatch):
     student = tiny_model("llama", torch.bfloat16, seed=1, hidden_size=48, num_hidden_layers=1, eos_token_id=None)
-    before, own, projections = distillation_of(student, teacher), [], []
-    own_text = StudentTrainer._own_text
+    before, own, projections, write = distillation_of(student, teacher), [], [], written.sample
 
-    def watched(self, model, inputs):
-        made = own_text(self, model, inputs)
-        own.append(made is not inputs)
-        return made
+    def watched(model, prompts, mask, new, seed):
+        own.append((len(prompts), seed))
+        return write(model, prompts, mask, new, seed)
 
-    def hidden(mine, others, maps, counted):
-        projections.append(maps)
-        return hidden_loss(mine, others, maps, counted)
+    def hidden(self, mine, others, counted):
+        projections.append(self.projections)
+        return hidden_loss(mine, others, counted)
 
-    monkeypatch.setattr(StudentTrainer, "_own_text", watched)
-    monkeypatch.setattr(student_trainer, "hidden_loss", hidden)
+    monkeypatch.setattr(written, "sample", watched)
+    monkeypatch.setattr(student_trainer, "hidden_loss", lambda *args: hidden(trainers[-1], *args))
+    trainers, begin = [], StudentTrainer.train
+    monkeypatch.setattr(StudentTrainer, "train", lambda self, **kwargs: trainers.append(self) or begin(self, **kwargs))
     learned, result = distill(student, teacher, TOKENS, steps=24, batch_size=4, learning_rate=5e-3, **options)
     assert learned is student and result["steps"] == 24
     assert distillation_of(student, teacher) < 0.9 * before
-    assert sum(own) == (12 if "on_policy" in options else 0)
+    # of 24 steps of 4 windows in every second; the text of all steps of an epoch is written at once
+    assert [count for count, _ in own] == ([4] * 12 if "on_policy" in options else [])
+    assert len({seed for _, seed in own}) == len(own)
     assert len(projections) == (24 if "hidden_states" in options else 0)
     assert all(not torch.equal(each, torch.eye(64, 48)) for maps in projections for each in maps.maps)  # they learn
     assert not trained_linears(student) and not [name for name in student.state_dict() if "maps" in name]
@@ -157,43 +159,6 @@ def test_a_student_is_made_of_the_teacher_in_one_call(teacher, tmp_path):
     assert torch.equal(again(TOKENS).logits, student(TOKENS).logits)
 
 
-def test_the_student_learns_answers_only(teacher, tmp_path):
-    tokenizer, student = tiny_tokenizer(), copy.deepcopy(teacher)
-    rows = answers(teacher, tokenizer, PROMPTS, 64, 12, 0, tmp_path)
-    assert [int((row["answer"] == 0).sum()) for row in rows] == [len(prompt) for prompt in PROMPTS]
-    again = answers(None, tokenizer, PROMPTS, 64, 12, 0, tmp_path)  # from the folder
-    assert all(torch.equal(a[key], b[key]) for a, b in zip(rows, again) for key in a)
-    batch = pad(rows)
-    trainer = StudentTrainer.__new__(StudentTrainer)
-    counted = trainer.counted(batch)
-    assert counted.sum() == sum(int(row["answer"].sum()) for row in rows)
-    assert not counted[:, -1].any() and (batch["attention_mask"][counted] == 1).all()
-    _, result = distill(
-        student,
-        teacher,
-        tokenizer=tokenizer,
-        prompts=PROMPTS,
-        max_new_tokens=12,
-        steps=2,
-        batch_size=4,
-        learning_rate=1e-9,
-    )
-    assert result["loss"] < 1e-6  # it is the teacher
-
-
-def test_continuations_are_the_models_own_and_end_where_they_end(teacher):
-    model = copy.deepcopy(teacher)
-    lengths = torch.tensor([3, 5, 4, 3])
-    free = continuations(model, TOKENS[:4], lengths, 0)
-    assert free["input_ids"].shape == (4, 24) and int(free["answer"].sum()) == 4 * 19
-    model.generation_config.eos_token_id = end = int(free["input_ids"][1, 9])
-    ended = continuations(model, TOKENS[:4], lengths, 0)
-    row, present = ended["input_ids"][1], ended["attention_mask"][1] == 1
-    assert torch.equal(row[:10], free["input_ids"][1, :10]) and end not in row[5:9] and not present[10:].any()
-    assert torch.equal(row[:5], TOKENS[1, :5])
-    assert torch.equal(ended["input_ids"][0, 2:5], TOKENS[0, :3]) and not ended["attention_mask"][0, :2].any()
-
-
 def test_a_served_student_computes_what_it_will_be_and_comes_back(teacher):
     model = hf_efficient_int4(teacher)
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -224,14 +189,6 @@ def hf_efficient_int4(model):
     return model
 
 
-def test_text_is_written_where_none_is_given(teacher, tmp_path):
-    student = copy.deepcopy(teacher)
-    text = hf_efficient.CalibrationConfig(num_samples=24, sequence_length=16)
-    result = recover(student, teacher, text, steps=2, batch_size=2, checkpoint_dir=tmp_path)
-    assert result["tokens"] == 2 * 2 * 16 and result["perplexity"] > 1  # one window of 24 is held out
-    assert (tmp_path / "own_text.safetensors").is_file()
-
-
 @pytest.mark.parametrize("norms", [True, False])
 def test_bitnet_learns_and_transformers_reads_it(teacher, norms, tmp_path):
     from transformers.quantizers.quantizer_bitnet import BitNetHfQuantizer
@@ -256,26 +213,16 @@ def test_bitnet_learns_and_transformers_reads_it(teacher, norms, tmp_path):
         assert torch.allclose(layer.weight.float() * layer.weight_scale.float(), own, rtol=4e-3)
 
 
-@pytest.mark.parametrize("how", [{"layers": 1}, {"draft": "small"}], ids=str)
-def test_a_draft_model_learns_and_drafts(teacher, how, tmp_path, monkeypatch):
-    tokenizer, target = tiny_tokenizer(), copy.deepcopy(teacher)
-    if "draft" in how:
-        how = {"draft": tiny_model("llama", torch.bfloat16, seed=3, num_hidden_layers=1, eos_token_id=None)}
-        before = expected_acceptance(how["draft"], target, tokenizer, PROMPTS[:1], 24)
-    arguments = dict(prompts=PROMPTS * 2, num_tokens=8 * 24, max_new_tokens=24, epochs=20, learning_rate=5e-3)
-    writers, write = [], written.sample
-    monkeypatch.setattr(written, "sample", lambda model, *args: writers.append(model) or write(model, *args))
-    draft = train_draft(target, tokenizer, tmp_path / "draft", "model", **arguments, **how)
-    assert writers[0] is target
-    assert sum(model is draft for model in writers) == 8  # in a half of the 17 steps the draft writes: on-policy
-    assert draft.config.num_hidden_layers == 1 and 0 < draft.expected_acceptance <= 1
-    if "draft" in how:
-        assert draft.expected_acceptance > before
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "draft", dtype=torch.bfloat16)
-    prompt = TOKENS[:1, :6]
-    settings = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
-    plain = target.generate(prompt, **settings)
-    assert torch.equal(target.generate(prompt, assistant_model=again, **settings), plain)
+def test_the_command_for_bitnet_leaves_named_layers(teacher, tmp_path):
+    teacher.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("The river runs past the old mill. " * 30)
+    given = ["to-bitnet", str(tmp_path / "model"), "--texts", str(tmp_path / "text.txt"), "--steps", "1"]
+    given += ["--output", str(tmp_path / "out"), "--sequence-length", "16", "--modules-to-not-convert", "*.down_proj"]
+    assert main(given) == 0
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    kinds = {name.rsplit(".")[-1]: type(module).__name__ for name, module in made.named_modules()}
+    assert kinds["down_proj"] == "Linear" and kinds["up_proj"] != "Linear"
 
 
 @pytest.mark.parametrize(

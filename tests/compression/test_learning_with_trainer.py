@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from helpers import is_installed, tiny_model, tiny_tokenizer
@@ -14,11 +15,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import hf_efficient
-from hf_efficient import recover
+from hf_efficient import distill, recover
 from hf_efficient.compression.recovery import training
 from hf_efficient.compression.recovery.learned_norm import LearnedNorm
 from hf_efficient.compression.recovery.optimizers import Together, make_optimizer
-from hf_efficient.compression.recovery.unpacking import discard, trained_linears, unpack
+from hf_efficient.compression.recovery.serving import trained_linears
+from hf_efficient.compression.recovery.unpacking import discard, unpack
 
 
 TOKENS = torch.randint(3, 128, (8, 24), generator=torch.Generator().manual_seed(0))
@@ -44,25 +46,46 @@ def pair(folder):
 SCRIPT = """
 import sys, torch
 sys.path.insert(0, sys.argv[2])
-from test_learning_with_trainer import FAST, TOKENS, pair
-from hf_efficient import recover
-model, teacher = pair(sys.argv[1])
-result = recover(model, teacher, TOKENS, **FAST)
+from test_learning_with_trainer import trained
+model, result = trained(sys.argv[1], sys.argv[4])
 if torch.distributed.get_rank() == 0:
     torch.save({"result": result, "state": model.state_dict()}, sys.argv[3])
 """
+TORCHRUN = ("torch.distributed.run", "--nproc_per_node", "2", "--standalone")
+ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1")
+ACCELERATE += ("--mixed_precision", "no", "--dynamo_backend", "no")
+
+
+def trained(folder, how):
+    """What `recover` makes of a model in 2 bits, or `distill` of a student that is narrower than its teacher."""
+    model, teacher = pair(folder)
+    if how == "recover":
+        return model, recover(model, teacher, TOKENS, **FAST)
+    student = tiny_model("llama", torch.float32, seed=1, hidden_size=48, num_hidden_layers=1)
+    return distill(student, teacher, TOKENS, hidden_states=1.0, relations=1.0, **FAST)
+
+
+def in_two_processes(folder, tmp_path, launcher, how):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    tests = Path(__file__).parent
+    path = os.pathsep.join([str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    arguments = [str(tmp_path / "script.py"), str(folder), str(tests), str(tmp_path / "result.pt"), how]
+    command = [sys.executable, "-m", *launcher, *arguments]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, timeout=200)
+    return torch.load(tmp_path / "result.pt")
+
+
+def test_two_processes_of_accelerate_distil_as_one(folder, tmp_path):
+    both = in_two_processes(folder, tmp_path, ACCELERATE, "distill")
+    student, alone = trained(folder, "distill")
+    assert both["result"]["steps"] == 12 and abs(both["result"]["loss"] - alone["loss"]) < 1e-4 * alone["loss"]
+    for name, tensor in student.state_dict().items():
+        assert torch.allclose(both["state"][name], tensor, atol=2e-3), name
 
 
 def test_two_processes_give_the_result_of_one(folder, tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-    tests = Path(__file__).parent
-    path = os.pathsep.join([str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [*launch, str(tmp_path / "script.py"), str(folder), str(tests), str(tmp_path / "result.pt")]
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, timeout=200)
-    both = torch.load(tmp_path / "result.pt")
-    model, teacher = pair(folder)
-    alone = recover(model, teacher, TOKENS, **FAST)
+    both = in_two_processes(folder, tmp_path, TORCHRUN, "recover")
+    model, alone = trained(folder, "recover")
     assert both["result"]["steps"] == 12 and both["result"]["tokens"] == alone["tokens"]
     assert abs(both["result"]["loss"] - alone["loss"]) < 1e-4 * alone["loss"]
     dense, state = model.dequantize(), both["state"]
@@ -112,6 +135,32 @@ def test_micro_batches_and_checkpointing_change_no_more_than_rounding(folder):
         teacher.register_forward_hook(count)
         found.append(recover(model, teacher, TOKENS, **{**FAST, "steps": 4}, **options)["loss"])
     assert forwards == [4, 8, 4] and all(abs(loss - found[0]) < 1e-3 * found[0] for loss in found)
+
+
+def test_layers_of_bfloat16_are_computed_again_by_the_attention_that_computed_them_first(folder):
+    teacher = tiny_model("llama", torch.bfloat16)
+    losses = []
+    for is_asked in (False, True):
+        student = tiny_model("llama", torch.bfloat16, seed=1)
+        losses.append(recover(student, teacher, TOKENS, gradient_checkpointing=is_asked, **FAST)["loss"])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_window_takes_no_more_memory_than_micro_batches_count_on(dtype, checkpointing):
+    sizes = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, vocab_size=1000)
+    model, teacher = (tiny_model("llama", dtype, **sizes) for _ in range(2))
+    tokens, peaks = torch.randint(3, 1000, (64, 128), generator=torch.Generator().manual_seed(0)), []
+    for count in (16, 32):
+        with torch.profiler.profile(profile_memory=True) as profile:
+            recover(model, teacher, tokens, steps=1, batch_size=count, gradient_checkpointing=checkpointing)
+        events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        changes = torch.tensor([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
+        peaks.append(changes.cumsum(0).max().item())
+    measured = (peaks[1] - peaks[0]) / 16  # what does not grow with the batch drops out
+    fitting = [training.micro_batch(model, 64, 128, share * 64 * measured / 1e9, checkpointing) for share in (1, 2.2)]
+    assert fitting[0] < 64 and fitting[1] == 64
 
 
 def test_micro_batches_are_the_largest_that_fit(folder):
@@ -166,7 +215,7 @@ def test_muon_takes_the_matrices_and_one_schedule_serves_both(folder):
 
 def test_a_trainer_of_ones_own_with_checkpoints_and_the_hub(folder, tmp_path, monkeypatch):
     model, teacher = pair(folder)
-    start = copy.deepcopy(model.state_dict())
+    start, saved_before = copy.deepcopy(model.state_dict()), model.save_pretrained
     rows = [{"input_ids": row, "labels": row} for row in TOKENS]
 
     def trainer(steps):
@@ -176,13 +225,24 @@ def test_a_trainer_of_ones_own_with_checkpoints_and_the_hub(folder, tmp_path, mo
         )  # fmt: skip
         return Trainer(model, arguments, train_dataset=rows)
 
-    with hf_efficient.trainable(model, teacher):
+    with hf_efficient.trainable(model, teacher), serving(tmp_path / "repos", monkeypatch):
         assert not hasattr(model, "hf_quantizer") or model.hf_quantizer is None
         trainer(3).train()
         going_on = trainer(6)
         going_on.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
         losses = [entry["loss"] for entry in going_on.state.log_history if "loss" in entry]
         assert going_on.state.global_step == 6 and losses[-1] < losses[0]
+        going_on.save_model(str(tmp_path / "saved"))
+        going_on.args.hub_model_id, going_on.hub_model_id = "me/trained", "me/trained"
+        huggingface_hub.create_repo("me/trained")
+        going_on.push_to_hub()
+        assert len(trained_linears(model)) == 14 and type(model.config) is type(teacher.config)
+        with pytest.raises((OSError, ValueError), match="config.json|Unrecognized model"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-6")
+    assert "save_pretrained" in vars(model) and model.save_pretrained.__func__ is saved_before.__func__
+    for written in (tmp_path / "saved", tmp_path / "repos" / "me" / "trained"):
+        again = AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32)
+        assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in again.state_dict().items())
     assert any(not torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
     with serving(tmp_path / "repos", monkeypatch):
         model.push_to_hub("me/int2")

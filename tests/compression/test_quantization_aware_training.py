@@ -1,6 +1,7 @@
 """Training under codes: what is computed in training is what the packed model computes, and it is saved as such."""
 
 import copy
+import logging
 
 import pytest
 import table
@@ -12,6 +13,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 import hf_efficient
 from hf_efficient import recover
 from hf_efficient.calibration.divergence import distillation_loss
+from hf_efficient.compression.recovery.coded_experts import CodedExperts
 from hf_efficient.compression.recovery.coded_linear import CodedLinear
 from hf_efficient.compression.recovery.unpacking import discard, unpack
 from hf_efficient.layers import EfficientLinear
@@ -25,12 +27,15 @@ MORE = {
     "short_groups": dict(quant_method="efficient_weight_only", bits=3, group_size=40, method="mse"),
     "bitnet_rows": dict(quant_method="efficient_bitnet", per_channel=True),
     "bitnet_norms": dict(quant_method="efficient_bitnet", rms_norm_eps=1e-6, dense=True),
+    "nvfp4": dict(quant_method="efficient_weight_only", bits=4, group_size=16, codebook="nvfp4"),
+    "db_llm": dict(quant_method="efficient_weight_only", bits=2, method="db_llm"),
     "head": dict(quant_method="efficient_weight_only", bits=4, group_size=32, quantize_lm_head=True),
 }
 KINDS = (  # one of each format
     *("rtn_2", "mse_3", "mse_4_symmetric", "hqq_4_float", "gptq_rotated_4", "awq_4", "nf4", "nf4_double", "fp4"),
     *("kmeans_3", "trellis_2", "trellis_2.5", "w8a8", "w8a8_zeropoint", "w8a8_static", "w8a8_smoothquant", "llm_int8"),
     *("fp8", "fp8_columns", "bitnet", "magnitude_2:4", "wanda", "wanda_int4", "alps_refined_int4"),
+    *("mxfp4", "billm", "pb_llm"),
 )
 METHODS = {name: table.METHODS[name] for name in KINDS} | MORE
 COARSE = 0.08  # nats: with formats that lose less there is little to learn in 12 steps
@@ -44,7 +49,7 @@ def folder(tmp_path_factory):
 
 
 def loaded(folder, name):
-    arguments = dict(METHODS[name])
+    arguments = dict({**table.METHODS, **MORE}[name])
     kind = AUTO_QUANTIZATION_CONFIG_MAPPING[arguments.pop("quant_method")]
     config = kind(**arguments)
     if config.needs_calibration():
@@ -99,3 +104,68 @@ def divergence(model, teacher):
 
 def bytes_of(tensor):
     return tensor.contiguous().view(torch.uint8)
+
+
+def test_bits_a_group_are_refused_by_name(folder):
+    model = loaded(folder, "slim_llm_refined")
+    start = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="layers with bits a group .method='slim_llm'. are not trained"):
+        recover(model, dense(folder), TOKENS, **FAST)
+    assert all(torch.equal(bytes_of(tensor), bytes_of(start[name])) for name, tensor in model.state_dict().items())
+
+
+EXPERTS = {
+    "int2": ("mixtral", hf_efficient.WeightOnlyConfig(bits=2, group_size=32, method="rtn")),
+    "biases": ("gpt_oss", hf_efficient.WeightOnlyConfig(bits=2, group_size=32, method="hqq")),
+    "w8a8": ("qwen3_moe", hf_efficient.W8A8Config()),
+    "2:4": ("qwen3_moe", hf_efficient.SparseConfig(pattern="2:4", method="magnitude")),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*RoPE")
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_learn_under_their_codes(name, tmp_path):
+    kind, config = EXPERTS[name]
+    tiny_model(kind, torch.float32).save_pretrained(tmp_path / "dense")
+    options = dict(dtype=torch.float32, attn_implementation="eager" if kind == "gpt_oss" else "sdpa")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config, **options)
+    teacher, start = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", **options), copy.deepcopy(model)
+    expected = model(TOKENS).logits
+    unpack(model, teacher)
+    assert sum(isinstance(module, CodedExperts) for module in model.modules()) == 2
+    # training computes what the packed model computes, up to the order of sums
+    assert (model(TOKENS).logits - expected).abs().max() < (2e-2 if name == "w8a8" else 1e-4) * expected.abs().max()
+    discard(model)
+    before, kept = divergence(model, teacher), start.state_dict()
+    assert all(torch.equal(bytes_of(t), bytes_of(kept[n])) for n, t in model.state_dict().items())
+    recover(model, teacher, TOKENS, **FAST)
+    assert divergence(model, teacher) < (0.8 if before > COARSE else 2) * before
+    state = model.state_dict()
+    changed = {n for n, t in state.items() if "experts" in n and not torch.equal(bytes_of(t), bytes_of(kept[n]))}
+    assert len(changed) >= 4  # both weights of both layers
+    assert {n: (t.shape, t.dtype) for n, t in state.items()} == {n: (t.shape, t.dtype) for n, t in kept.items()}
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)
+    assert all(torch.equal(bytes_of(t), bytes_of(state[n])) for n, t in again.state_dict().items())
+
+
+def test_experts_that_do_not_learn_are_named(caplog):
+    model, teacher = tiny_model("mixtral", torch.float32, seed=1), tiny_model("mixtral", torch.float32)
+    start = copy.deepcopy(model.state_dict())
+    with caplog.at_level(logging.WARNING):
+        recover(model, teacher, TOKENS, **FAST)
+    assert (
+        "fused experts do not learn, and stay as they are: 2 modules, first model.layers.0.mlp.experts" in caplog.text
+    )
+    changed = {name for name, t in model.state_dict().items() if not torch.equal(t, start[name])}
+    assert changed and not [name for name in changed if "experts" in name]
+
+
+def test_the_attention_that_a_model_is_served_with_gives_the_loss_of_sdpa(folder):
+    hf_efficient.register()
+    losses = []
+    for name in ("sdpa", "flash_paged"):
+        student = tiny_model("llama", torch.float32, seed=1)
+        student.set_attn_implementation(name)
+        losses.append(recover(student, tiny_model("llama", torch.float32), TOKENS, **FAST)["loss"])
+    assert abs(losses[0] - losses[1]) < 1e-4 * losses[0]

@@ -260,7 +260,7 @@ def test_what_cannot_be_trained_is_refused():
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.state_dict().items())
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, capsys, monkeypatch):
     teacher, model = tiny_model("llama", torch.bfloat16), tiny_model("llama", torch.bfloat16, num_hidden_layers=1)
     teacher.save_pretrained(tmp_path / "teacher")
     model.save_pretrained(tmp_path / "model")
@@ -268,10 +268,15 @@ def test_the_command(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("The river runs past the old mill. " * 30)
     command = ["recover", *(str(tmp_path / name) for name in ("model", "--teacher", "teacher", "--texts", "text.txt"))]
     command = [part.replace(f"{tmp_path}/--", "--") for part in command] + ["--output", str(tmp_path / "output")]
-    options = ["--sequence-length", "16", "--steps", "2", "--divergence", "both"]
+    options = ["--sequence-length", "16", "--steps", "2", "--divergence", "both", "--seed", "7"]
+    seeds, init = [], training.TrainingArguments.__init__
+    monkeypatch.setattr(
+        training.TrainingArguments, "__init__", lambda self, *a, **k: seeds.append(k["seed"]) or init(self, *a, **k)
+    )
     assert main([*command, *options, "--minutes", "1"]) == 1 and "give one of them" in capsys.readouterr().err
     assert not (tmp_path / "output").exists()
     assert main([*command, *options]) == 0 and "2 steps over 32 tokens" in capsys.readouterr().out
+    assert seeds == [7]
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "output")
     assert not torch.equal(again.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)
     assert main([*command, *options]) == 1 and "exists already" in capsys.readouterr().err

@@ -5,7 +5,6 @@ teacher writes freely, or on text that the student writes itself.
 
 import time
 
-import torch
 from torch import nn
 
 from hf_efficient.cache.stores.kv_formats import GROUPED
@@ -13,8 +12,9 @@ from hf_efficient.calibration.data import model_inputs
 from hf_efficient.compression.distillation.student_trainer import Projections, StudentTrainer
 from hf_efficient.compression.distillation.written import answers, pad
 from hf_efficient.compression.recovery import check_models
-from hf_efficient.compression.recovery.options import RecoveryOptions, read_windows, split_windows
+from hf_efficient.compression.recovery.options import RecoveryOptions
 from hf_efficient.compression.recovery.quantized_pages import check_attention
+from hf_efficient.compression.recovery.texts import read_windows, split_windows
 from hf_efficient.compression.recovery.training import train
 from hf_efficient.compression.recovery.unpacking import trainable
 from hf_efficient.compression.structured_pruning import prune_structure
@@ -55,11 +55,13 @@ def distill(
             https://arxiv.org/abs/2407.14679). `method` is then "shape" where it is left out.
         teacher: a causal LM.
         texts, tokenizer, sequence_length, seed, checkpoint_dir: as in `recover`.
-        prompts: what the teacher is asked; its chat template wraps them. A tokenizer is needed.
+        prompts: what the teacher is asked; its chat template wraps them. A tokenizer is needed. Of every 20 answers one
+            is held out, at most 8.
         max_new_tokens: of an answer.
         on_policy: share of the steps, 0 to 1, in which the student continues the beginning of a text (an eighth of a
             window, or the prompt) itself and learns there (GKD, https://arxiv.org/abs/2306.13649; MiniLLM,
-            https://arxiv.org/abs/2306.08543). The native loop writes, with the student packed as it will be.
+            https://arxiv.org/abs/2306.08543). The native loop writes for ten steps at once, with the student packed as
+            it will be. Several processes write other texts than one does.
         hidden_states: weight of the error of hidden states of four layers, relative to their mean square. Linear maps,
             which are thrown away, lead from the student's width to the teacher's (TinyBERT,
             https://arxiv.org/abs/1909.10351).
@@ -101,28 +103,50 @@ def distill(
         rows = [{"input_ids": window} for window in learned]
     else:
         rows = answers(teacher, tokenizer, list(prompts), sequence_length, max_new_tokens, seed, checkpoint_dir)
-        held_out = torch.empty(0, 2, dtype=torch.long)
+        rows, held_out = split_windows(rows)
+    losses = {"hidden_states": hidden_states, "relations": relations, "on_policy": on_policy}
+    result = learn(student, teacher, rows, held_out, options, **losses)
+    return student, {**result, "seconds": time.perf_counter() - start}
+
+
+def learn(
+    student,
+    teacher,
+    rows: list[dict],
+    held_out,
+    options: RecoveryOptions,
+    hidden_states: float = 0.0,
+    relations: float = 0.0,
+    on_policy: float = 0.0,
+) -> dict[str, float]:
+    """Trains `student` on rows with "input_ids" and perhaps "answer", int64 [length]; `distill` documents the rest.
+
+    Raises:
+        ValueError: fewer rows than a batch has; what `recover` raises.
+    """
     if len(rows) < options.batch_size:
         raise ValueError(f"batch_size={options.batch_size}: there are only {len(rows)} texts to learn from")
     run = {"windows": [len(rows), sum(int(row["input_ids"].sum()) for row in rows)], "on_policy": on_policy}
-    run |= {**options.described(rows[0]["input_ids"][None]), **run, "hidden_states": hidden_states}
+    run |= {**options.described(student, teacher, rows[0]["input_ids"][None]), **run, "hidden_states": hidden_states}
     run |= {"relations": relations}
-    was_training = student.training, teacher.training
+    was_training, hook = (student.training, teacher.training), None
     try:
         with trainable(student, teacher, keeps_codes=options.warm_up == 0):
             projections = Projections(student, teacher).to(student.device) if hidden_states else None
             if projections is not None:  # the student's, so that optimizer, checkpoints and DDP take them
                 student.add_module(_PROJECTIONS, projections)
+                hook = student.register_forward_hook(projections.replace_states)
             own = dict(hidden_states=hidden_states, relations=relations, on_policy=on_policy, projections=projections)
-            own |= {"seed": seed, "data_collator": pad}
+            own |= {"seed": options.seed, "data_collator": pad}
             result = train(student, teacher, rows, held_out, options, run, StudentTrainer, **own)
     finally:
+        if hook is not None:
+            hook.remove()
         student._modules.pop(_PROJECTIONS, None)
         student.train(was_training[0])
         teacher.train(was_training[1])
     mean = sum(len(row["input_ids"]) for row in rows) / len(rows)
-    tokens = round(result["steps"] * options.batch_size * mean)
-    return student, {**result, "tokens": tokens, "seconds": time.perf_counter() - start}
+    return {**result, "tokens": round(result["steps"] * options.batch_size * mean)}
 
 
 def _check(student, texts, tokenizer, prompts, max_new_tokens, on_policy) -> None:

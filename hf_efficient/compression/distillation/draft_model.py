@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from hf_efficient.compression.distillation import distill
+from hf_efficient.compression.distillation import learn
 from hf_efficient.compression.distillation.written import answers
+from hf_efficient.compression.recovery.options import RecoveryOptions
 from hf_efficient.compression.structured_pruning import prune_structure
 from hf_efficient.configs.checks import check, is_integer
 from hf_efficient.generation.training.prompts import default_prompts
@@ -21,23 +22,8 @@ LENGTH = 512  # tokens of a prompt with its answer, at most
 logger = logging.get_logger(__name__)
 
 
-def train_draft_model(
-    model,
-    tokenizer,
-    output: Path,
-    *,
-    draft=None,
-    layers: int | None = None,
-    prompts: list[str] | None = None,
-    num_tokens: int = 300_000,
-    epochs: int = 5,
-    minutes: float | None = None,
-    max_new_tokens: int = 256,
-    learning_rate: float = 5e-4,
-    seed: int = 0,
-    cache=None,
-) -> nn.Module:
-    """`train_draft` with kind="model", which documents the arguments."""
+def check_draft(model, draft, layers: int | None) -> None:
+    """Raises ValueError for a draft model that `train_draft` cannot make."""
     if (draft is None) == (layers is None):
         raise ValueError(f"draft={draft!r:.40}, layers={layers}: kind='model' needs one of them")
     most = model.config.get_text_config().num_hidden_layers - 1
@@ -45,30 +31,45 @@ def train_draft_model(
     check(is_fewer, "layers", layers, f"an integer from 1 to {most}")
     if draft is model:
         raise ValueError("draft is the target itself: give a smaller model")
-    start, folder = time.perf_counter(), output.with_name(output.name + "-progress") if cache is None else Path(cache)
+
+
+def train_draft_model(
+    model,
+    tokenizer,
+    output: Path,
+    folder: Path,
+    progress,
+    *,
+    draft,
+    layers: int | None,
+    prompts: list[str] | None,
+    num_tokens: int,
+    epochs: int,
+    minutes: float | None,
+    max_new_tokens: int,
+    batch_size: int,
+    learning_rate: float,
+    seed: int,
+) -> nn.Module:
+    """`train_draft` with kind="model", which documents the arguments. `progress` keeps in `folder` how many minutes
+    training has, so that an interrupted run goes on."""
+    start = time.perf_counter()
     given = default_prompts(seed) if prompts is None else prompts
     given = [given[i % len(given)] for i in range(-(-num_tokens // max_new_tokens))]
     held_out, learned = given[::HELD_OUT], [p for i, p in enumerate(given) if i % HELD_OUT] or given
     if draft is None:
         draft = prune_structure(model, "shape", shape={"num_hidden_layers": layers}, tokenizer=tokenizer)
-    budget = {"steps": max(1, epochs * len(learned) // BATCH_ROWS)}
+    is_late = None if minutes is None else lambda: time.perf_counter() - start > 30 * minutes
+    rows = answers(model, tokenizer, learned, LENGTH, max_new_tokens, seed, folder, batch_size, is_late)
+    batch = min(BATCH_ROWS, len(rows))
+    budget = {"steps": max(1, epochs * len(rows) // batch)}
     if minutes is not None:
-        budget = {"minutes": max(0.01, minutes - (time.perf_counter() - start) / 60)}
-    draft, result = distill(
-        draft,
-        model,
-        tokenizer=tokenizer,
-        prompts=learned,
-        max_new_tokens=max_new_tokens,
-        on_policy=ON_POLICY,
-        divergence="jensen_shannon",
-        batch_size=min(BATCH_ROWS, len(learned)),
-        learning_rate=learning_rate,
-        sequence_length=LENGTH,
-        checkpoint_dir=folder,
-        seed=seed,
-        **budget,
-    )
+        left = minutes - (time.perf_counter() - start) / 60
+        budget = {"minutes": progress.get("training minutes") or max(0.01, left)}
+        progress.set("training minutes", budget["minutes"])
+    how = dict(sequence_length=LENGTH, divergence="jensen_shannon", learning_rate=learning_rate, seed=seed)
+    options = RecoveryOptions(batch_size=batch, checkpoint_dir=folder, **how, **budget)
+    result = learn(draft, model, rows, [], options, on_policy=ON_POLICY)
     draft.expected_acceptance = expected_acceptance(draft, model, tokenizer, held_out, max_new_tokens, seed)
     logger.info(f"draft model: {result['steps']} steps, expected acceptance {draft.expected_acceptance:.3f}")
     draft.save_pretrained(output)

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_efficient.compression.distillation.relations import LastAttention, relation_loss
-from hf_efficient.compression.distillation.written import continuations
+from hf_efficient.compression.distillation.written import continuations, pad
 from hf_efficient.compression.recovery.serving import serving
 from hf_efficient.compression.recovery.trainer import DistillationTrainer
 
 
-ROUND = 10  # steps for which the student writes text at once; divides the steps between two checkpoints
+ROUND = 10  # steps for which the student writes text at once; divides `SAVE_EVERY`, so that resumed training writes it
 
 
 class StudentTrainer(DistillationTrainer):
@@ -23,20 +23,31 @@ class StudentTrainer(DistillationTrainer):
     Args:
         hidden_states: weight of `hidden_loss`.
         relations: weight of `relation_loss` of the last layers.
-        on_policy: share of the steps whose text the student writes itself, after the beginnings of the batch.
+        on_policy: share of the steps, spread evenly, whose text the student writes itself, after the beginnings of the
+            batch. It writes for `ROUND` steps at once: a batch is written much faster than its texts one by one.
+        projections: those of the student for `hidden_states`, whose `replace_states` is a forward hook of it.
         seed: of what is written.
     """
 
     def __init__(self, *args, hidden_states=0.0, relations=0.0, on_policy=0.0, projections=None, seed=0, **kwargs):
         super().__init__(*args, **kwargs)
         self.hidden_states, self.relations, self.on_policy = hidden_states, relations, on_policy
-        self.projections, self._attended = projections, {}
-        self.generator_seed, self._written, self._round = seed, [], -1
+        self.projections, self._attended, self._ahead, self._text_seed = projections, {}, [], seed
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        if self.on_policy:
-            inputs = self._own_text(model, inputs)
-        return super().training_step(model, inputs, num_items_in_batch)
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """The micro-batches of one step, and how many items count in them (None: the loss is a mean)."""
+        if not self.on_policy:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        if not self._ahead:
+            first = self.state.global_step
+            for _ in range(ROUND - first % ROUND):
+                found = super().get_batch_samples(epoch_iterator, num_batches, device)
+                if found[0] or not self._ahead:
+                    self._ahead.append(found)
+                if len(found[0]) < num_batches:  # the end of the text
+                    break
+            self._write([batches for step, (batches, _) in enumerate(self._ahead, first) if self._is_own(step)])
+        return self._ahead.pop(0)
 
     def counted(self, inputs):
         if "answer" not in inputs:
@@ -56,30 +67,39 @@ class StudentTrainer(DistillationTrainer):
     def further_loss(self, outputs, target, counted):
         total = 0.0
         if self.hidden_states:
-            states = outputs.hidden_states, [state.to(counted.device) for state in target.hidden_states]
-            total = self.hidden_states * hidden_loss(*states, self.projections, counted)
+            others = [target.hidden_states[other].to(counted.device) for _, other in self.projections.pairs]
+            total = self.hidden_states * hidden_loss(outputs.hidden_states, others, counted)
         if self.relations:
             total = total + self.relations * relation_loss(self._attended[False], self._attended[True], counted)
         return total
 
-    def _own_text(self, model, inputs: dict) -> dict:
-        """`inputs`, or the student's continuation of their beginnings in `on_policy` of all steps, spread evenly."""
-        step = self.state.global_step
-        if int((step + 1) * self.on_policy) == int(step * self.on_policy):
-            return inputs
-        tokens, student = inputs["input_ids"], self.accelerator.unwrap_model(model)
-        lengths = _beginnings(inputs)
-        seed = self.generator_seed * 1_000_003 + step
-        with self.pages.paused(), serving(student) as served:
-            return continuations(served, tokens, lengths, seed)
+    def _is_own(self, step: int) -> bool:
+        return int((step + 1) * self.on_policy) > int(step * self.on_policy)
+
+    def _write(self, steps: list[list[dict]]) -> None:
+        """Puts the student's continuations of their beginnings in the place of the micro-batches of `steps`."""
+        batches = [batch for each in steps for batch in each]
+        if not batches:
+            return
+        begun = [row[:count] for batch in batches for row, count in zip(batch["input_ids"], _beginnings(batch))]
+        new = max(batch["input_ids"].shape[1] for batch in batches) - max(map(len, begun))
+        own_seed = self._text_seed * self.args.world_size + self.args.process_index
+        seed = own_seed * 1_000_003 + self.state.global_step
+        with self.pages.paused(), serving(self.model) as served:
+            rows = continuations(served, begun, max(1, new), seed)
+        for batch in batches:
+            count, device = len(batch["input_ids"]), batch["input_ids"].device
+            batch.clear()
+            batch.update({key: tensor.to(device) for key, tensor in pad(rows[:count]).items()})
+            del rows[:count]
 
 
-def _beginnings(inputs: dict) -> torch.Tensor:
-    """int64 [B]: how many tokens of each sequence the student is given: the prompt, or an eighth of a window."""
-    tokens = inputs["input_ids"]
-    if "answer" in inputs:
-        return inputs["answer"].argmax(1)
-    return torch.full((len(tokens),), max(1, tokens.shape[1] // 8), device=tokens.device)
+def _beginnings(batch: dict) -> list[int]:
+    """How many tokens of each sequence the student is given: the prompt, or an eighth of a window."""
+    if "answer" in batch:
+        return batch["answer"].argmax(1).tolist()
+    count, length = batch["input_ids"].shape
+    return [max(1, length // 8)] * count
 
 
 class Projections(nn.Module):
@@ -101,17 +121,21 @@ class Projections(nn.Module):
         is_needed = sizes[0] != sizes[1]
         self.maps = nn.ParameterList(nn.Parameter(torch.eye(sizes[1], sizes[0])) for _ in self.pairs if is_needed)
 
-    def forward(self, states: torch.Tensor, index: int) -> torch.Tensor:
-        """The states [n, width of the student] of pair `index`, float32 [n, width of the teacher]."""
-        return F.linear(states.float(), self.maps[index]) if len(self.maps) else states.float()
+    def replace_states(self, student, args, outputs):
+        """A forward hook of the student: its hidden states [B, T, H] become those of `pairs`, mapped to the teacher's
+        width, in float32. DDP counts gradients of what happens in the forward alone."""
+        if outputs.hidden_states is not None:
+            states = [outputs.hidden_states[mine].float() for mine, _ in self.pairs]
+            outputs.hidden_states = tuple(map(F.linear, states, self.maps)) if len(self.maps) else tuple(states)
+        return outputs
 
 
-def hidden_loss(student, teacher, projections: Projections, counted: torch.Tensor) -> torch.Tensor:
+def hidden_loss(student, teacher, counted: torch.Tensor) -> torch.Tensor:
     """The mean squared error of hidden states [B, T, H] at the tokens that count, relative to each token's mean square
-    in the teacher, over the pairs of `projections`."""
+    in the teacher, over the pairs of layers."""
     total = 0.0
-    for index, (mine, other) in enumerate(projections.pairs):
-        expected = teacher[other][counted].float()
-        error = (projections(student[mine][counted], index) - expected).square().mean(-1)
+    for mine, other in zip(student, teacher, strict=True):
+        expected = other[counted].float()
+        error = (mine[counted] - expected).square().mean(-1)
         total = total + (error / expected.square().mean(-1).clamp_min(1e-12)).mean()
-    return total / len(projections.pairs)
+    return total / len(student)

@@ -1,9 +1,9 @@
 """Recovery: a training of a compressed or pruned model against the model from before, under its codes and masks.
 
-`options` checks the arguments and reads the text. `unpacking` makes the layers learn and packs them again:
-`coded_linear` those under codes (`coded_weights`, `grids`), `masked_linear` those under a mask and plain ones. `lora`
-puts adapters under the masks. `calibration.divergence` is the loss, `trainer`, `optimizers`, `progress` and `memory`
-the rest of a `training`."""
+`options` checks the arguments, `texts` reads the text. `unpacking` makes the layers learn and packs them again:
+`coded_linear` those under codes (`coded_weights`, `grids`), `coded_experts` those of mixtures, `masked_linear` those
+under a mask and plain ones. `lora` puts adapters under the masks. `calibration.divergence` is the loss, `trainer`,
+`optimizers`, `progress` and `memory` the rest of a `training`."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from torch import nn
 
 from hf_efficient.calibration.data import model_inputs
-from hf_efficient.compression.recovery.options import RecoveryOptions, read_windows, split_windows
+from hf_efficient.compression.recovery.options import RecoveryOptions
+from hf_efficient.compression.recovery.texts import read_windows, split_windows
 from hf_efficient.compression.recovery.training import train
 from hf_efficient.compression.recovery.unpacking import trainable
 from hf_efficient.configs import CalibrationConfig
@@ -54,9 +55,10 @@ def recover(
     which do not change, and plain layers (after structured pruning, for example) as they are. Inputs that are rounded
     to 8 bits are rounded in training, too.
 
-    The weights of norms learn along. Embeddings, biases, tied weights and fused experts do not change. Weights are
-    float32 while they learn, with a cosine schedule; products are computed in the model's dtype. At the end the model
-    is packed into the formats that it had, and is saved as it would have been before.
+    Compressed experts of mixtures learn as linear layers do, and the weights of norms learn along. Embeddings, biases,
+    tied weights and fused experts that are not compressed do not change. Weights are float32 while they learn, with a
+    cosine schedule; products are computed in the model's dtype. At the end the model is packed into the formats that it
+    had, and is saved as it would have been before.
 
     Args:
         model: a causal LM on one device, as `from_pretrained` gives it.
@@ -76,8 +78,9 @@ def recover(
         text_share: weight of the text itself in the loss, from 0 to 1; the divergence has the rest.
         lora_rank: train adapters of this rank (https://arxiv.org/abs/2106.09685; package `peft`) under the masks
             instead, and merge them at the end.
-        checkpoint_dir: folder that keeps the state every 50 steps. An interrupted recovery with the same arguments
-            resumes there. The caller deletes it.
+        checkpoint_dir: folder that keeps the state every 50 steps, and the text that the teacher wrote. An interrupted
+            recovery of the same models with the same arguments resumes there, another one is refused. The caller
+            deletes it.
         seed: seed of the order of the windows.
         optimizer: "adamw"; "adamw_8bit", whose state takes a quarter (package `bitsandbytes`); or "muon" for the
             matrices (https://arxiv.org/abs/2502.16982).
@@ -116,11 +119,11 @@ def recover(
     learned, held_out = split_windows(windows)
     if len(learned) < batch_size:
         raise ValueError(f"batch_size={batch_size}: the texts have only {len(learned)} windows")
-    was_training = model.training, teacher.training
+    run, was_training = options.described(model, teacher, windows), (model.training, teacher.training)
     try:
         with _trainable(model, teacher, options) as trained:
             rows = [{"input_ids": window} for window in learned]
-            result = train(trained, teacher, rows, held_out, options, options.described(windows))
+            result = train(trained, teacher, rows, held_out, options, run)
     finally:
         model.train(was_training[0])
         teacher.train(was_training[1])

@@ -1,8 +1,13 @@
 """Norms while a model is trained: their weights learn in float32."""
 
+from collections import Counter
+from collections.abc import Collection
+
 import torch
 from torch import nn
 from torch.func import functional_call
+
+from hf_efficient.calibration.folding import is_norm
 
 
 RATE = 0.1  # learning rate relative to the mean of a norm's absolute values, in units of that of weights under codes
@@ -38,3 +43,15 @@ class LearnedNorm(nn.Module):
         origin = self._origin[0].to(self.weight.device)
         origin.weight.copy_(self.weight)
         return origin.train(self.training)
+
+
+def learned_norms(model: nn.Module, layers: Collection[str]) -> dict[str, LearnedNorm]:
+    """name -> what takes the place of a norm of `model`. Norms inside `layers` learn there; shared ones stay."""
+    shared = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    inside = tuple(f"{name}." for name in layers)
+    norms = {name: module for name, module in model.named_modules() if is_norm(module)}
+    return {
+        name: LearnedNorm(module)
+        for name, module in norms.items()
+        if not f"{name}.".startswith(inside) and shared[id(module.weight)] == 1
+    }

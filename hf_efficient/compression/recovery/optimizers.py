@@ -4,7 +4,8 @@ import importlib.util
 
 import torch
 
-from hf_efficient.compression.recovery.unpacking import trained_layers, trained_linears
+from hf_efficient.compression.recovery.learned_norm import LearnedNorm
+from hf_efficient.compression.recovery.serving import trained_linears
 
 
 OPTIMIZERS = ("adamw", "adamw_8bit", "muon")
@@ -67,7 +68,8 @@ def make_optimizer(model, name: str, rate: float) -> torch.optim.Optimizer:
 def parameter_groups(model, rate: float) -> list[dict]:
     """What `model` learns, with learning rates."""
     groups = []
-    for module in trained_layers(model).values():
+    norms = [module for module in model.modules() if isinstance(module, LearnedNorm)]
+    for module in (*trained_linears(model).values(), *norms):
         if hasattr(module, "groups"):
             groups += module.groups(rate * CODED_RATE)
     own = {id(parameter) for group in groups for parameter in group["params"]}

@@ -1,28 +1,22 @@
-"""The options of a recovery, checked before a model is touched, and the windows of text it learns from."""
+"""The options of a recovery, checked before a model is touched."""
 
 import importlib.util
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from hf_efficient.cache.stores.kv_formats import KV_FORMATS
-from hf_efficient.calibration.data import load_tokens
 from hf_efficient.calibration.divergence import DIVERGENCES
-from hf_efficient.calibration.own_text import own_tokens
 from hf_efficient.compression.recovery.optimizers import OPTIMIZERS, check_optimizer
 from hf_efficient.compression.recovery.plot import check_plot
-from hf_efficient.configs import CalibrationConfig
+from hf_efficient.compression.stored_text import fingerprint
 from hf_efficient.configs.checks import check, check_choices, check_flags, is_integer, is_number
-from hf_efficient.files import atomic_write
 
 
 LEARNING_RATE, LORA_LEARNING_RATE = 2e-4, 1e-3  # the largest of the schedule, by default
-HELD_OUT, MOST_HELD_OUT = 20, 8  # one window in so many is held out, and at most so many
 
 
 @dataclass(frozen=True)
@@ -79,10 +73,11 @@ class RecoveryOptions:
         """The largest learning rate of the schedule."""
         return self.learning_rate or (LORA_LEARNING_RATE if self.lora_rank else LEARNING_RATE)
 
-    def described(self, windows: torch.Tensor) -> dict:
-        """JSON-able: what an interrupted recovery on these windows must have in common with the one that goes on."""
+    def described(self, model, teacher, windows: torch.Tensor) -> dict:
+        """JSON-able: what an interrupted training on these windows must have in common with the one that goes on."""
         fields = ("batch_size", "divergence", "text_share", "lora_rank", "seed", "optimizer", "warm_up", "kv_format")
         own = {field: getattr(self, field) for field in fields}
+        own |= {"model": fingerprint(model), "teacher": fingerprint(teacher)}
         return {**own, "learning_rate": self.largest_rate, "windows": [*windows.shape, windows.sum().item()]}
 
 
@@ -102,49 +97,3 @@ def check_processes(batch_size: int) -> None:
     processes = int(os.environ.get("WORLD_SIZE", 1))
     if batch_size % processes:
         raise ValueError(f"batch_size={batch_size}: {processes} processes share it, so it must be a multiple of that")
-
-
-def read_windows(texts, tokenizer, length: int, writer=None, folder=None, seed: int = 0) -> torch.Tensor:
-    """int64 [windows, length] of what `recover` takes as texts.
-
-    Args:
-        writer: for texts=None, and a `CalibrationConfig` without a source, the model that writes the text.
-        folder: keeps the text that was written; what lies there is taken.
-
-    Raises:
-        ValueError: too little text, or none and no writer.
-    """
-    if texts is None:
-        texts = CalibrationConfig(sequence_length=length, seed=seed)
-    if isinstance(texts, CalibrationConfig):
-        return _written(texts, writer, folder) if texts.source is None else load_tokens(texts, tokenizer)
-    if isinstance(texts, torch.Tensor):
-        return CalibrationConfig(tokens=texts).tokens
-    if isinstance(texts, str) or not texts:
-        raise ValueError(f"texts={texts!r:.40} is not supported: it must be a list of texts, at least one")
-    if tokenizer is None:
-        raise ValueError("texts are given and no tokenizer: give one, or int64 tokens [windows, length]")
-    ids = tokenizer("\n\n".join(texts), add_special_tokens=False, verbose=False)["input_ids"]
-    if len(ids) < length:
-        raise ValueError(f"the texts have {len(ids)} tokens: a window has sequence_length={length}")
-    return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
-
-
-def split_windows(windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows to learn from, and the last ones, which are held out: none of fewer than `HELD_OUT`."""
-    count = min(len(windows) // HELD_OUT, MOST_HELD_OUT)
-    return windows[: len(windows) - count], windows[len(windows) - count :]
-
-
-def _written(config: CalibrationConfig, writer, folder) -> torch.Tensor:
-    if writer is None:
-        raise ValueError("no text is given, and no model that could write it")
-    path = None if folder is None else Path(folder) / "own_text.safetensors"
-    if path is not None and path.is_file():
-        return load_file(path)["tokens"]
-    tokens = own_tokens(writer, config)
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as partial:
-            save_file({"tokens": tokens.contiguous()}, partial)
-    return tokens

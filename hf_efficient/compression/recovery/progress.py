@@ -2,13 +2,15 @@
 
 import math
 import time
+from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
-from hf_efficient.compression.recovery.unpacking import trained_linears
+from hf_efficient.compression.recovery.serving import trained_linears
 from hf_efficient.evaluation import perplexity
 
 
@@ -45,16 +47,18 @@ class Budget(TrainerCallback, ExportableState):
     def on_train_begin(self, args, state, control, **kwargs):
         before = (state.stateful_callbacks or {}).get(type(self).__name__)
         if before:
-            kept, own = before["args"], self.state()["args"]
-            if kept != own:
-                given = f"the checkpoint is of another training ({kept} instead of {own})"
+            kept, own = ({**args, **(args["run"] or {})} for args in (before["args"], self.state()["args"]))
+            other = [name for name in {**kept, **own} if name != "run" and kept.get(name) != own.get(name)]
+            if other:
+                differ = ", ".join(f"{name}={kept.get(name)} instead of {own.get(name)}" for name in other)
+                given = f"the checkpoint is of another training ({differ})"
                 raise ValueError(f"{given}: delete it, or give another folder")
             self.used = before["attributes"]["gone"]
         self._began = clock()
         self._since, self._share_before, self._known = self._began - self.used, self.share(), {}
         total, unit = (self.seconds, "s") if self.steps is None else (self.steps, "step")
         self._total, self._shown = round(total), min(round(total), round(self.used))
-        self._bar = logging.tqdm(total=self._total, initial=self._shown, desc="recovery", unit=unit)
+        self._bar = logging.tqdm(total=self._total, initial=self._shown, desc="training", unit=unit)
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         """Trainer calls it before it computes the learning rate of the next step."""
@@ -84,25 +88,40 @@ class Budget(TrainerCallback, ExportableState):
 
 
 class HeldOut(TrainerCallback):
-    """Measures the perplexity of the model on windows int64 [windows, length] whenever a tenth of `budget` is used up,
-    and at the end. It is logged as "held_out_perplexity"."""
+    """Measures the perplexity of the model whenever a tenth of `budget` is used up, and at the end. It is logged as
+    "held_out_perplexity".
 
-    def __init__(self, windows: torch.Tensor, budget: Budget):
-        self.windows, self.budget, self.last = windows, budget, None
+    texts: windows int64 [windows, length]; or rows with "input_ids" and "answer", int64 [length], of whose tokens those
+        count that belong to the answer.
+    """
+
+    def __init__(self, texts: torch.Tensor | Sequence[dict], budget: Budget):
+        self.texts, self.budget, self.last = texts, budget, None
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._measured = int(TIMES_MEASURED * self.budget.share())
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         due = int(TIMES_MEASURED * self.budget.share())
-        if not len(self.windows) or due == self._measured:
+        if not len(self.texts) or due == self._measured:
             return
         self._measured, was_training = due, model.training
-        self.last = perplexity.perplexity(perplexity.negative_log_likelihood(model.eval(), self.windows, False))
+        self.last = self._perplexity(model.eval())
         model.train(was_training)
         entry = {PERPLEXITY: self.last, "step": state.global_step}
         state.log_history.append(entry)
         self.budget.on_log(args, state, control, logs=entry)
+
+    @torch.no_grad()
+    def _perplexity(self, model) -> float:
+        if isinstance(self.texts, torch.Tensor):
+            return perplexity.perplexity(perplexity.negative_log_likelihood(model, self.texts, False))
+        found = []
+        for row in self.texts:
+            tokens, counted = row["input_ids"].to(model.device), row["answer"][1:] == 1
+            logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
+            found.append(F.cross_entropy(logits, tokens[1:], reduction="none")[counted].double().cpu())
+        return perplexity.perplexity(torch.cat(found))
 
 
 class WarmUpQuantization(TrainerCallback):

@@ -7,14 +7,30 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from hf_efficient.compression.recovery.unpacking import trained_layers
+from hf_efficient.compression.recovery.coded_experts import CodedExperts
+from hf_efficient.compression.recovery.coded_linear import CodedLinear
+from hf_efficient.compression.recovery.learned_norm import LearnedNorm
+from hf_efficient.compression.recovery.masked_linear import MaskedLinear
+
+
+def trained_linears(model) -> dict[str, nn.Module]:
+    """name -> layer that is being trained."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, (MaskedLinear, CodedLinear))}
+
+
+def trained_modules(model) -> dict[str, nn.Module]:
+    """name -> module that is being trained: `trained_linears`, with `CodedExperts` for theirs, and norms."""
+    others = {name: each for name, each in model.named_modules() if isinstance(each, (CodedExperts, LearnedNorm))}
+    inside = tuple(f"{name}." for name in others)
+    layers = {name: module for name, module in trained_linears(model).items() if not name.startswith(inside)}
+    return {**layers, **others}
 
 
 @contextmanager
 def serving(model) -> Iterator[nn.Module]:
     """Inside, the layers of `model` that are trained are packed copies, so that it decodes as fast as it will after
     training. The copies take the memory of the packed model."""
-    trained, was_training = trained_layers(model), model.training
+    trained, was_training = trained_modules(model), model.training
     with torch.no_grad():
         packed = {name: _copy(module) for name, module in trained.items()}
     try:

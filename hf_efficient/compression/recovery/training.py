@@ -4,7 +4,7 @@ transformers' `Trainer`."""
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -29,13 +29,13 @@ def train(
     trained: nn.Module,
     teacher,
     rows: Sequence[dict],
-    held_out: torch.Tensor,
+    held_out: torch.Tensor | Sequence[dict],
     options: RecoveryOptions,
     run: dict,
     trainer: type[DistillationTrainer] | None = None,
     **more,
 ) -> dict[str, float]:
-    """Trains on `rows` with "input_ids" int64 [length], and measures on windows `held_out` int64 [windows, length].
+    """Trains on `rows` with "input_ids" int64 [length], and measures on texts `held_out` (see `HeldOut`).
 
     Args:
         run: JSON-able description of the training, which an interrupted one must share to be resumed.
@@ -69,9 +69,7 @@ def train(
         )
         training.remove_callback(PrinterCallback)
         modes = [FastAttention(), *([pages] if pages.is_active else [])]
-        with _checkpointing(trained, options.gradient_checkpointing), freed_memory_kept(), ExitStack() as stack:
-            for mode in modes:
-                stack.enter_context(mode)
+        with _checkpointing(trained, options.gradient_checkpointing, modes), freed_memory_kept(), _inside(modes):
             training.train(resume_from_checkpoint=_last_checkpoint(options.checkpoint_dir))
     state = training.state
     if options.plot is not None and state.is_world_process_zero:
@@ -107,14 +105,24 @@ def _arguments(model, folder, length: int, options: RecoveryOptions) -> Training
 
 
 @contextmanager
-def _checkpointing(model, is_asked: bool) -> Iterator[None]:
-    """Inside, the layers compute their activations again in the backward pass."""
+def _inside(modes) -> Iterator[None]:
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        yield
+
+
+@contextmanager
+def _checkpointing(model, is_asked: bool, modes) -> Iterator[None]:
+    """Inside, the layers compute their activations again in the backward pass, inside `modes`: torch leaves modes for
+    the time of `backward`."""
     if not is_asked:
         yield
         return
     new = hasattr(model, "activation_checkpointing_enable")  # transformers 5.23 renamed it
     name = "activation_checkpointing" if new else "gradient_checkpointing"
-    getattr(model, f"{name}_enable")({"use_reentrant": False})
+    contexts = lambda: (nullcontext(), _inside(modes))  # noqa: E731  of the forward, and of what is computed again
+    getattr(model, f"{name}_enable")({"use_reentrant": False, "context_fn": contexts})
     try:
         yield
     finally:

@@ -1,33 +1,34 @@
 """Makes the linear layers of a model trainable in place, compressed ones included, and packs them again."""
 
 import copy
+import types
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging
 
 from hf_efficient.bit_linear import BitLinear
-from hf_efficient.calibration.blocks import weight_of
-from hf_efficient.calibration.folding import is_norm
-from hf_efficient.compression.recovery.coded_linear import CodedLinear
-from hf_efficient.compression.recovery.learned_norm import LearnedNorm
-from hf_efficient.compression.recovery.masked_linear import MaskedLinear
-from hf_efficient.formats.masked import MaskedFormat
+from hf_efficient.compression.recovery.coded_experts import learns, stays
+from hf_efficient.compression.recovery.learned_norm import learned_norms
+from hf_efficient.compression.recovery.saving import save_pretrained
+from hf_efficient.compression.recovery.serving import trained_linears, trained_modules
+from hf_efficient.compression.recovery.trained_layer import trained_layer
 from hf_efficient.layers import CompressedModule, EfficientLinear
 
 
 # attributes that make `save_pretrained` and Trainer treat a model as quantized
 _OF_A_QUANTIZED_MODEL = ("hf_quantizer", "is_quantized", "quantization_method", "save_pretrained", "push_to_hub")
-_LEAST_LIKENESS = 0.5  # cosine of the angle between a compressed weight and the teacher's from which it started there
+logger = logging.get_logger(__name__)
 
 
 def unpack(model, teacher=None, keeps_codes: bool = True) -> None:
-    """Makes the linear layers of `model` trainable in place: compressed ones become `CodedLinear`, those with a mask
-    and no codes and plain ones become `MaskedLinear`, norms become `LearnedNorm`. Everything else is frozen: a plain
-    output embedding, tied weights, embeddings, fused experts and all other parameters. `pack` and `discard` undo it.
+    """Makes the linear layers of `model` trainable in place: compressed ones become `CodedLinear`, compressed experts
+    `CodedExperts`, those with a mask and no codes and plain ones `MaskedLinear`, norms `LearnedNorm`. Everything else
+    is frozen: a plain output embedding, tied weights, embeddings, other fused experts (with a warning) and all other
+    parameters. `pack` and `discard` undo it, and `save_pretrained` writes the packed model meanwhile.
 
     teacher: a model whose linear layers of the same names may be what compressed ones were made of.
     keeps_codes: whether learning starts at the codes of the layers. False: at the teacher's weights, where there are.
@@ -40,7 +41,7 @@ def unpack(model, teacher=None, keeps_codes: bool = True) -> None:
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, CompressedModule):
-            if isinstance(module, EfficientLinear):
+            if isinstance(module, EfficientLinear) or learns(module):
                 found[name] = module
         elif isinstance(module, (nn.Linear, Conv1D)) and module is not head and shared[id(module.weight)] == 1:
             found[name] = module
@@ -55,12 +56,11 @@ def unpack(model, teacher=None, keeps_codes: bool = True) -> None:
         )
     if not found:
         raise ValueError(f"{type(model).__name__} has no linear layer to train: all are tied or outputs")
+    if experts := [name for name, module in model.named_modules() if stays(module)]:
+        logger.warning(f"fused experts do not learn, and stay as they are: {len(experts)} modules, first {experts[0]}")
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    made = {name: _trained(module, _exact(module, name, teacher), keeps_codes) for name, module in found.items()}
-    own = tuple(f"{name}." for name in made)  # norms inside linear layers learn there
-    for name, module in model.named_modules():
-        if not f"{name}.".startswith(own) and is_norm(module) and shared[id(module.weight)] == 1:
-            made[name] = LearnedNorm(module)
+    made = {name: trained_layer(name, module, teacher, keeps_codes) for name, module in found.items()}
+    made |= learned_norms(model, made)
     model.requires_grad_(False)
     for name, module in made.items():
         model.set_submodule(name, module)
@@ -68,6 +68,7 @@ def unpack(model, teacher=None, keeps_codes: bool = True) -> None:
     model._before_training = state, model.config, learned
     model.config = copy.copy(model.config)  # checkpoints of the training hold what is learned, and no codes
     model.config.__dict__.pop("quantization_config", None)
+    model.save_pretrained = types.MethodType(save_pretrained, model)
 
 
 def pack(model) -> None:
@@ -76,7 +77,7 @@ def pack(model) -> None:
     Raises:
         ValueError: a weight is NaN or infinite; the model stays as it is.
     """
-    trained = trained_layers(model)
+    trained = trained_modules(model)
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
         raise ValueError("the model is sharded (FSDP2 or tensor parallelism), which is not supported: train with DDP")
     broken = [name for name, module in trained.items() if not module.is_finite()]
@@ -87,14 +88,16 @@ def pack(model) -> None:
 
 def discard(model) -> None:
     """Puts the layers of before `unpack` back, with the weights they had."""
-    trained = trained_layers(model)
+    trained = trained_modules(model)
     _restore(model, {name: module._origin[0].to(module.weight.device) for name, module in trained.items()})
 
 
 @contextmanager
 def trainable(model, teacher=None, keeps_codes: bool = True) -> Iterator[nn.Module]:
     """`model` with linear layers that learn under their codes and masks, for a `Trainer` of your own. At the end of the
-    block what was learned is packed into the same formats; after an error the model is as it was.
+    block what was learned is packed into the same formats; after an error the model is as it was. `save_pretrained`
+    inside the block writes the packed model, so `Trainer.save_model` and `push_to_hub=True` do. Trainer's checkpoints
+    hold the weights as they are learned, and no model.
 
     teacher, keeps_codes: see `unpack`.
 
@@ -110,48 +113,12 @@ def trainable(model, teacher=None, keeps_codes: bool = True) -> Iterator[nn.Modu
         raise
 
 
-def trained_layers(model) -> dict[str, nn.Module]:
-    """name -> linear layer or norm that is being trained."""
-    kinds = MaskedLinear, CodedLinear, LearnedNorm
-    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
-
-
-def trained_linears(model) -> dict[str, nn.Module]:
-    """name -> linear layer that is being trained."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, (MaskedLinear, CodedLinear))}
-
-
-def _trained(module: nn.Module, exact: torch.Tensor | None, keeps_codes: bool) -> nn.Module:
-    is_coded = isinstance(module, EfficientLinear)
-    if is_coded and isinstance(module.format, MaskedFormat) and module.format.weights is None:
-        is_coded = False
-    return CodedLinear(module, exact, keeps_codes) if is_coded else MaskedLinear(module)
-
-
-def _exact(module: nn.Module, name: str, teacher) -> torch.Tensor | None:
-    """The teacher's weight float32 [N, K], where `module` seems to be made of it; it may also be one of another model,
-    or of an input that was scaled."""
-    if teacher is None or not isinstance(module, EfficientLinear):
-        return None
-    try:
-        other = teacher.get_submodule(name)
-    except AttributeError:
-        return None
-    if isinstance(other, CompressedModule) or not isinstance(other, (nn.Linear, Conv1D)):
-        return None
-    exact = weight_of(other).detach().to(module.weight.device).float()
-    if exact.shape != (module.out_features, module.in_features):
-        return None
-    own = module.dequantized(dtype=torch.float32)
-    likeness = nn.functional.cosine_similarity(own.flatten(), exact.flatten(), dim=0)
-    return exact if likeness > _LEAST_LIKENESS else None
-
-
 def _restore(model, layers: dict[str, nn.Module]) -> None:
     for name, layer in layers.items():
         model.set_submodule(name, layer)
     state, model.config, learned = model.__dict__.pop("_before_training")
-    model.__dict__.pop("_is_accelerate_prepared", None)  # accelerate sets it in Trainer
+    for name in ("save_pretrained", "_is_accelerate_prepared"):  # accelerate sets the second one in Trainer
+        model.__dict__.pop(name, None)
     model.__dict__.update(state)
     for parameter in learned:
         parameter.requires_grad_(True)

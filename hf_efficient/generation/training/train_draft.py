@@ -17,6 +17,7 @@ from hf_efficient.generation.training.text import collect_text
 
 
 HELD_OUT = 20  # the answers to one prompt in so many are held out: accuracies are measured on them
+DRAFT_TOKENS = 4096  # which heads guess from by default
 FIT_ROWS = 1024  # answers of the least-squares fit that training starts from
 
 
@@ -29,7 +30,7 @@ def train_draft(
     num_tokens: int = 300_000,
     epochs: int = 5,
     minutes: float | None = None,
-    draft_tokens: int = 4096,
+    draft_tokens: int | None = None,
     max_new_tokens: int = 256,
     batch_size: int = 64,
     learning_rate: float = 5e-4,
@@ -61,14 +62,15 @@ def train_draft(
         num_tokens: tokens of answers to learn from.
         epochs: how often each answer is seen.
         minutes: a limit on the time: text generation ends after half of it, and training fits in the rest. None: no
-            limit.
+            limit. With kind="model" training takes all of the rest, whatever `epochs`.
         draft: for kind="model", a model of the target's vocabulary, which is trained in place.
         layers: for kind="model" instead of `draft`: so many layers of the target are kept (`prune_structure`).
-        draft_tokens: the heads guess from this many tokens, the most frequent ones of the answers.
-        max_new_tokens, batch_size: of the answers.
+        draft_tokens: the heads guess from this many tokens, the most frequent ones of the answers; by default 4096. A
+            model guesses from all.
+        max_new_tokens, batch_size: of the answers, and of those that are generated at a time.
         learning_rate: the peak of its schedule.
         cache: folder for text and progress. An interrupted run continues from it, with the same result up to rounding
-            in text that is generated again; a run of another kind takes its text from it. By default
+            in text that is generated again; heads of the other kind take their text from it. By default
             `<output>-progress`, which is deleted at the end.
 
     Returns the heads, with accuracies measured on the answers to held-out prompts (one in twenty); or the model, with
@@ -77,11 +79,13 @@ def train_draft(
     """
     is_model = kind == "model"
     config = model.config.get_text_config(decoder=True)
-    draft_tokens = min(draft_tokens, config.vocab_size)
     if kind not in (*KINDS, "model"):
         raise ValueError(f"kind={kind!r} is not one of {[*sorted(KINDS), 'model']}")
     if not is_model and (draft is not None or layers is not None):
         raise ValueError(f"kind={kind!r} has no draft model: draft and layers are for kind='model'")
+    if is_model and draft_tokens is not None:
+        raise ValueError(f"draft_tokens={draft_tokens}: a draft model guesses from all tokens; leave it out")
+    draft_tokens = DRAFT_TOKENS if draft_tokens is None else draft_tokens
     for name, value, least in (
         ("num_tokens", num_tokens, 1),
         ("epochs", epochs, 1),
@@ -105,20 +109,24 @@ def train_draft(
     if output.is_file():
         raise ValueError(f"output={str(output)!r} is a file: give a folder")
     prompts = None if prompts is None else list(prompts)
-    if is_model:
-        from hf_efficient.compression.distillation.draft_model import train_draft_model
-
-        how = {"num_tokens": num_tokens, "epochs": epochs, "minutes": minutes, "max_new_tokens": max_new_tokens}
-        how |= {"learning_rate": learning_rate, "seed": seed, "cache": cache}
-        return train_draft_model(model, tokenizer, output, draft=draft, layers=layers, prompts=prompts, **how)
-    folder = output.with_name(output.name + "-progress") if cache is None else Path(cache)
-    folder.mkdir(parents=True, exist_ok=True)
-
     start = time.perf_counter()
     answers = {"batch_size": batch_size, "max_new_tokens": max_new_tokens, "seed": seed}
-    progress = _Progress(
-        folder, {"model": _fingerprint(model), "prompts": prompts, "num_tokens": num_tokens, **answers}
-    )
+    run = {"model": _fingerprint(model), "prompts": prompts, "num_tokens": num_tokens, **answers}
+    if is_model:
+        from hf_efficient.compression.distillation.draft_model import check_draft, train_draft_model
+
+        check_draft(model, draft, layers)
+        run["draft"] = layers if draft is None else _fingerprint(draft)
+    folder = output.with_name(output.name + "-progress") if cache is None else Path(cache)
+    folder.mkdir(parents=True, exist_ok=True)
+    progress = _Progress(folder, run)
+    if is_model:
+        how = {"num_tokens": num_tokens, "epochs": epochs, "minutes": minutes, "learning_rate": learning_rate}
+        how |= {"draft": draft, "layers": layers, "prompts": prompts, **answers}
+        made = train_draft_model(model, tokenizer, output, folder, progress, **how)
+        if cache is None:
+            shutil.rmtree(folder)
+        return made
     is_late = None if minutes is None else lambda: time.perf_counter() - start > 30 * minutes
     files = collect_text(model, tokenizer, prompts, folder, num_tokens, progress.get("files"), is_late, **answers)
     progress.set("files", len(files))
@@ -128,8 +136,8 @@ def train_draft(
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        heads = class_of(kind).for_model(model, draft_tokens)
-    heads.draft_tokens.copy_(frequent_tokens(rows, config.vocab_size, draft_tokens))
+        heads = class_of(kind).for_model(model, min(draft_tokens, config.vocab_size))
+    heads.draft_tokens.copy_(frequent_tokens(rows, config.vocab_size, len(heads.draft_tokens)))
     heads.bind(model)
     heads.fit((row.tokens, row.hidden) for row in rows[:FIT_ROWS])
     steps = epochs * -(-len(rows) // BATCH_ROWS)
@@ -156,7 +164,8 @@ class _Progress:
         else:
             self._values = {}
             self.set("run", run)
-        other = [name for name, value in run.items() if self._values["run"].get(name) != value]
+        kept = self._values["run"]
+        other = [name for name in {**kept, **run} if kept.get(name) != run.get(name)]
         if other:
             raise ValueError(
                 f"{folder} holds the text of another run ({', '.join(other)} differ): delete it, or give another cache"

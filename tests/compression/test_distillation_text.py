@@ -1,0 +1,215 @@
+"""Distillation: text that teacher and student write, whose it is, and draft models that learn from it."""
+
+import copy
+
+import pytest
+import torch
+from helpers import tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+import hf_efficient
+from hf_efficient import distill, recover, train_draft
+from hf_efficient.compression.distillation import draft_model, student_trainer, written
+from hf_efficient.compression.distillation.draft_model import expected_acceptance
+from hf_efficient.compression.distillation.student_trainer import StudentTrainer
+from hf_efficient.compression.distillation.written import answers, continuations, pad
+from hf_efficient.compression.recovery import training
+
+
+TOKENS = torch.randint(3, 128, (8, 24), generator=torch.Generator().manual_seed(0))
+FAST = dict(steps=12, batch_size=4, learning_rate=5e-3)
+PROMPTS = ["abcabc", "The river runs", "2+2=", "Once upon a time"]
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    return tiny_model("llama", torch.bfloat16, eos_token_id=None)
+
+
+def test_the_student_learns_answers_only(teacher, tmp_path, monkeypatch):
+    tokenizer, student = tiny_tokenizer(), copy.deepcopy(teacher)
+    rows = answers(teacher, tokenizer, PROMPTS, 64, 12, 0, tmp_path)
+    assert [int((row["answer"] == 0).sum()) for row in rows] == [len(prompt) for prompt in PROMPTS]
+    monkeypatch.setattr(written, "sample", None)
+    again = answers(teacher, tokenizer, PROMPTS, 64, 12, 0, tmp_path)  # from the folder
+    assert all(torch.equal(a[key], b[key]) for a, b in zip(rows, again) for key in a)
+    for changes, name in (
+        ({"teacher": tiny_model("llama", torch.bfloat16, seed=7)}, "writer"),
+        ({"prompts": PROMPTS[1:]}, "prompts"),
+        ({"length": 32}, "sequence_length"),
+        ({"new": 13}, "max_new_tokens"),
+        ({"seed": 1}, "seed"),
+    ):
+        given = {"teacher": teacher, "prompts": PROMPTS, "length": 64, "new": 12, "seed": 0, **changes}
+        with pytest.raises(ValueError, match=f"answers.safetensors holds text of another run .{name} differs"):
+            answers(tokenizer=tokenizer, folder=tmp_path, **given)
+    monkeypatch.undo()
+    batch = pad(rows)
+    trainer = StudentTrainer.__new__(StudentTrainer)
+    counted = trainer.counted(batch)
+    assert counted.sum() == sum(int(row["answer"].sum()) for row in rows)
+    assert not counted[:, -1].any() and (batch["attention_mask"][counted] == 1).all()
+    _, result = distill(
+        student,
+        teacher,
+        tokenizer=tokenizer,
+        prompts=PROMPTS,
+        max_new_tokens=12,
+        steps=2,
+        batch_size=4,
+        learning_rate=1e-9,
+    )
+    assert result["loss"] < 1e-6  # it is the teacher
+
+
+def test_continuations_are_the_models_own_and_end_where_they_end(teacher):
+    model = copy.deepcopy(teacher)
+    begun = [row[:count] for row, count in zip(TOKENS, (3, 5, 4, 3))]
+    free = continuations(model, begun, 19, 0)
+    for row, prompt in zip(free, begun):
+        assert torch.equal(row["input_ids"][: len(prompt)], prompt) and len(row["input_ids"]) == len(prompt) + 19
+        assert row["answer"].tolist() == [0] * len(prompt) + [1] * 19
+    model.generation_config.eos_token_id = end = int(free[1]["input_ids"][9])
+    ended = continuations(model, begun, 19, 0)[1]["input_ids"]
+    assert torch.equal(ended, free[1]["input_ids"][:10]) and end not in ended[5:9]
+
+
+def test_text_is_sampled_from_the_model_itself_by_the_native_loop(teacher, monkeypatch):
+    model, loops = copy.deepcopy(teacher), []
+    loop = written.speculative_generate
+    monkeypatch.setattr(written, "speculative_generate", lambda *a, **k: loops.append(a[0]) or loop(*a, **k))
+    expected = continuations(model, TOKENS[:4, :6], 12, 0)
+    own = dict(temperature=0.01, top_p=0.05, top_k=2, repetition_penalty=5.0, no_repeat_ngram_size=1, min_p=0.5)
+    model.generation_config.update(**own)
+    settings = model.generation_config
+    again = continuations(model, TOKENS[:4, :6], 12, 0)
+    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(expected, again))
+    assert model.generation_config is settings and loops == [model, model]
+    student = tiny_model("llama", torch.bfloat16, seed=1, eos_token_id=None)
+    distill(student, teacher, TOKENS, on_policy=1.0, **{**FAST, "steps": 2})
+    assert loops[2:] == [student]
+
+
+def test_the_student_writes_for_a_round_of_steps_and_resumes_to_the_same_bits(teacher, tmp_path, monkeypatch):
+    assert training.SAVE_EVERY % student_trainer.ROUND == 0
+    monkeypatch.setattr(training, "SAVE_EVERY", 3)
+    monkeypatch.setattr(student_trainer, "ROUND", 3)
+    tokens = torch.randint(3, 128, (16, 24), generator=torch.Generator().manual_seed(2))
+    sizes, write = [], written.sample
+    monkeypatch.setattr(written, "sample", lambda model, ids, *args: sizes.append(len(ids)) or write(model, ids, *args))
+    # micro-batches of two windows: two a step, and four steps an epoch
+    options = dict(on_policy=1.0, memory_gb=7e-4, **{**FAST, "steps": 9})
+    students = [tiny_model("llama", torch.float32, seed=1, eos_token_id=None) for _ in range(2)]
+    _, result = distill(students[0], teacher, tokens, **options)
+    assert sizes == [12, 4, 8, 8, 4]  # for steps 0 to 2, 3 (the end of an epoch), 4 and 5, 6 and 7, 8
+
+    class Stop(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            assert args.gradient_accumulation_steps == 2
+            if state.global_step == 5:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        distill(students[1], teacher, tokens, checkpoint_dir=tmp_path, callbacks=[Stop()], **options)
+    _, again = distill(students[1], teacher, tokens, checkpoint_dir=tmp_path, **options)
+    assert again["loss"] == result["loss"]
+    states = [student.state_dict() for student in students]
+    assert all(torch.equal(states[0][n], states[1][n]) for n in states[0])
+
+
+def test_text_is_written_where_none_is_given(teacher, tmp_path):
+    student = copy.deepcopy(teacher)
+    text = hf_efficient.CalibrationConfig(num_samples=24, sequence_length=16)
+    result = recover(student, teacher, text, steps=2, batch_size=2, checkpoint_dir=tmp_path)
+    assert result["tokens"] == 2 * 2 * 16 and result["perplexity"] > 1  # one window of 24 is held out
+    stored = (tmp_path / "own_text.safetensors").read_bytes()
+    again = recover(copy.deepcopy(teacher), teacher, text, steps=2, batch_size=2, checkpoint_dir=tmp_path)
+    assert again["loss"] == result["loss"] and (tmp_path / "own_text.safetensors").read_bytes() == stored
+    other, longer = tiny_model("llama", torch.bfloat16, seed=7), hf_efficient.CalibrationConfig(sequence_length=24)
+    for given, names in (((other, text), "writer differs"), ((teacher, longer), "num_samples and sequence_length")):
+        with pytest.raises(ValueError, match=f"own_text.safetensors holds text of another run .{names}"):
+            recover(student, *given, steps=2, checkpoint_dir=tmp_path)
+
+
+def test_a_checkpoint_of_other_models_is_refused(teacher, tmp_path):
+    other = tiny_model("llama", torch.bfloat16, seed=7)
+    recover(copy.deepcopy(teacher), teacher, TOKENS, steps=1, checkpoint_dir=tmp_path)
+    for models, name in (((other, teacher), "model"), ((copy.deepcopy(teacher), other), "teacher")):
+        with pytest.raises(ValueError, match=f"of another training .{name}=.{{64}} instead of .{{64}}.: delete it"):
+            recover(*models, TOKENS, steps=1, checkpoint_dir=tmp_path)
+
+
+def test_of_twenty_answers_one_is_held_out(teacher, tmp_path):
+    tokenizer, prompts = tiny_tokenizer(), [f"{PROMPTS[i % 4]} {i}" for i in range(20)]
+    how = dict(tokenizer=tokenizer, prompts=prompts, max_new_tokens=12, sequence_length=64)
+    student = tiny_model("llama", torch.bfloat16, seed=1, eos_token_id=None)
+    student, result = distill(student, teacher, **how, **{**FAST, "steps": 4}, checkpoint_dir=tmp_path)
+    row = answers(teacher, tokenizer, prompts, 64, 12, 0, tmp_path)[-1]
+    tokens, answer = row["input_ids"], row["answer"][1:] == 1
+    loss = torch.nn.functional.cross_entropy(student(tokens[None]).logits[0, :-1][answer].float(), tokens[1:][answer])
+    assert abs(result["perplexity"] - loss.exp().item()) < 1e-2 * result["perplexity"]
+
+
+@pytest.mark.parametrize("how", [{"layers": 1}, {"draft": "small"}], ids=str)
+def test_a_draft_model_learns_and_drafts(teacher, how, tmp_path, monkeypatch):
+    tokenizer, target = tiny_tokenizer(), copy.deepcopy(teacher)
+    if "draft" in how:
+        how = {"draft": tiny_model("llama", torch.bfloat16, seed=3, num_hidden_layers=1, eos_token_id=None)}
+        before = expected_acceptance(how["draft"], target, tokenizer, PROMPTS[:1], 24)
+    arguments = dict(prompts=PROMPTS * 2, num_tokens=8 * 24, max_new_tokens=24, epochs=20, learning_rate=5e-3)
+    writers, write = [], written.sample
+    monkeypatch.setattr(written, "sample", lambda model, *args: writers.append(model) or write(model, *args))
+    draft = train_draft(target, tokenizer, tmp_path / "draft", "model", **arguments, **how)
+    assert writers[0] is target
+    assert sum(model is draft for model in writers) == 10  # for each half of 20 steps, which are epochs: on-policy
+    assert not (tmp_path / "draft-progress").exists()
+    assert draft.config.num_hidden_layers == 1 and 0 < draft.expected_acceptance <= 1
+    if "draft" in how:
+        assert draft.expected_acceptance > before
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "draft", dtype=torch.bfloat16)
+    prompt = TOKENS[:1, :6]
+    settings = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
+    plain = target.generate(prompt, **settings)
+    assert torch.equal(target.generate(prompt, assistant_model=again, **settings), plain)
+
+
+def test_an_interrupted_draft_model_goes_on_and_another_is_refused(teacher, tmp_path, monkeypatch):
+    target, tokenizer, output = copy.deepcopy(teacher), tiny_tokenizer(), tmp_path / "draft"
+    small = tiny_model("llama", torch.bfloat16, seed=3, num_hidden_layers=1, eos_token_id=None)
+    arguments = dict(prompts=PROMPTS, num_tokens=4 * 12, max_new_tokens=12, minutes=0.02)
+    monkeypatch.setattr(training, "SAVE_EVERY", 1)
+    lengths, learn = [], draft_model.learn
+
+    def watched(*args, **kwargs):
+        lengths.append(args[4].minutes)
+        return learn(*args, **kwargs)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(draft_model, "learn", watched)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(draft_model, "expected_acceptance", interrupted)
+        train_draft(target, tokenizer, output, "model", draft=copy.deepcopy(small), **arguments)
+    for changes, name in (
+        ({"model": tiny_model("llama", torch.bfloat16, seed=9, eos_token_id=None)}, "model"),
+        ({"prompts": PROMPTS[1:]}, "prompts"),
+        ({"batch_size": 3}, "batch_size"),
+        ({"draft": tiny_model("llama", torch.bfloat16, seed=4, num_hidden_layers=1)}, "draft"),
+        ({"kind": "medusa", "draft": None}, "draft"),
+    ):
+        given = {"model": target, "draft": small, "kind": "model", **arguments, **changes}
+        with pytest.raises(ValueError, match=f"text of another run .{name} differ"):
+            train_draft(given.pop("model"), tokenizer, output, given.pop("kind"), **given)
+    assert len(lengths) == 1
+    train_draft(target, tokenizer, output, "model", draft=small, **arguments)
+    assert lengths[0] == lengths[1] < 0.02 and not (tmp_path / "draft-progress").exists()
+    with pytest.raises(ValueError, match="draft_tokens=7: a draft model guesses from all tokens"):
+        train_draft(target, tokenizer, output, "model", draft=small, draft_tokens=7)
+
+
+def test_answers_are_written_so_many_at_once_and_end_in_time(teacher, monkeypatch):
+    sizes, write = [], written.sample
+    monkeypatch.setattr(written, "sample", lambda model, ids, *args: sizes.append(len(ids)) or write(model, ids, *args))
+    rows = answers(teacher, tiny_tokenizer(), PROMPTS * 2, 64, 12, 0, batch_size=3, is_late=lambda: len(sizes) == 2)
+    assert sizes == [3, 3] and 3 < len(rows) <= 6
