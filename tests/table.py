@@ -51,6 +51,7 @@ METHODS = {
     "pb_llm": dict(_WEIGHT_ONLY, bits=1, group_size=-1, method="pb_llm"),
     "slim_llm_refined": dict(_WEIGHT_ONLY, bits=3, method="slim_llm", refine=True),
     "yaqa_4": dict(_WEIGHT_ONLY, bits=4, method="yaqa"),
+    "yaqa_trellis_2": dict(_WEIGHT_ONLY, bits=2, group_size=-1, codebook="trellis", method="yaqa"),
     "w4a4_refined": dict(_WEIGHT_ONLY, bits=4, method="gptq", activation_bits=4, refine=True),
     "w8a8": dict(quant_method="efficient_w8a8"),
     "w8a8_zeropoint": dict(quant_method="efficient_w8a8", method="zeropoint"),

@@ -117,6 +117,20 @@ def test_a_method_from_loading_to_dequantizing(method, architecture, folders, tm
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_weight_of_zeros_stays_one(method, folders, tmp_path):
+    model = load(folders("llama"))
+    name = "model.layers.0.mlp.down_proj"
+    torch.nn.init.zeros_(model.get_submodule(name).weight)
+    model.save_pretrained(tmp_path)
+    model = load(tmp_path, quantization_config=config_of(method))
+    linear = model.get_submodule(name)
+    assert (linear.format.dequantize(linear.canonical(), 96, torch.float32) == 0).all()
+    assert linear(torch.randn(3, 96)).abs().max() < 1e-4  # not 0: zero points are taken off a sum
+    assert logits(model).isfinite().all()
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_adapters_train_on_it(method, folders):
     peft = pytest.importorskip("peft")
