@@ -53,6 +53,8 @@ METHODS = {
     "yaqa_4": dict(_WEIGHT_ONLY, bits=4, method="yaqa"),
     "yaqa_trellis_2": dict(_WEIGHT_ONLY, bits=2, group_size=-1, codebook="trellis", method="yaqa"),
     "w4a4_refined": dict(_WEIGHT_ONLY, bits=4, method="gptq", activation_bits=4, refine=True),
+    "w6a6": dict(_WEIGHT_ONLY, bits=6, method="gptq", activation_bits=6),
+    "int6": dict(_WEIGHT_ONLY, bits=6, group_size=-1, symmetric=True),
     "w8a8": dict(quant_method="efficient_w8a8"),
     "w8a8_zeropoint": dict(quant_method="efficient_w8a8", method="zeropoint"),
     "w8a8_static": dict(quant_method="efficient_w8a8", activations="static"),
