@@ -89,8 +89,7 @@ class WeightOnlyConfig(CompressionConfig):
             Hadamard rotations (QuIP, https://arxiv.org/abs/2307.13304; QuaRot, https://arxiv.org/abs/2404.00456). The
             inverse is applied to the input unless it folds into other weights.
         refine (bool; default False): after each block, tune scales and rounding by gradient on the block's outputs;
-            needs `calibration`. With codebook="trellis" factors of rows and of inputs, and no codes; scales of "mxfp4"
-            stay.
+            needs `calibration`. With codebook="trellis" factors of rows and of inputs, and no codes.
         mixed_precision (bool; default False): give each layer as many bits as it needs, `bits` on average, and so each
             expert of a mixture: those that tokens reach often, and whose errors raise the loss more, get more. Along a
             trellis fused experts do not: they have the next fewer bits that a trellis can have. Needs `calibration`.

@@ -99,7 +99,11 @@ class AffineFormat(GroupedCodes):
 
     def grouped_layout(self, tensors, in_features, dtype):
         device = tensors["qweight"].device
-        if self.bits != 6 and self.zero_point == "integer" and GroupedTritonLayout.supports(device, self.group_size, dtype):
+        if (
+            self.bits != 6
+            and self.zero_point == "integer"
+            and GroupedTritonLayout.supports(device, self.group_size, dtype)
+        ):
             return GroupedTritonLayout(*_ordered(tensors), **self._arguments(in_features, dtype))
         return None
 

@@ -14,7 +14,10 @@ from hf_efficient.methods import get_method
 
 
 SCHEMES = [
-    (bits, group, symmetric) for bits in (2, 3, 4, 6, 8) for group in (-1, None, 32, 64, 48) for symmetric in (False, True)
+    (bits, group, symmetric)
+    for bits in (2, 3, 4, 6, 8)
+    for group in (-1, None, 32, 64, 48)
+    for symmetric in (False, True)
 ]
 
 
