@@ -100,9 +100,9 @@ class WeightOnlyConfig(CompressionConfig):
             groups of at least 32 columns. True rounds all forwards; with AMX only those of at most 32 tokens, as
             prompts are faster without. Codebooks and methods with formats of their own have False.
         activation_bits (4, 6 or None; default None): also round the inputs of layers, so that 4 is W4A4 and 6 is W4A6,
-            or with bits=6 W6A6: every 16 columns of a row have a grid that spans their range. `refine` tunes weights for
-            rounded inputs, but not those of fused experts. The products are those of inputs that are not rounded, and
-            not faster: this is for finding out what a model loses.
+            or with bits=6 W6A6: every 16 columns of a row have a grid that spans their range. `refine` tunes weights
+            for rounded inputs, but not those of fused experts. The products are those of inputs that are not rounded,
+            and not faster: this is for finding out what a model loses.
         modules_to_not_convert (list of str; default None): globs (see `module_matches`) of modules to leave as they
             are, in addition to the output embedding and the modules tied to it.
         overrides (dict of glob -> fields; default None): other schemes for single modules, for example
