@@ -110,6 +110,7 @@ def rows() -> dict[str, dict | None]:
     for bits in (4, 6):
         rounded = weight_only(4, 64, method="gptq", activation_bits=bits)
         table |= {f"w4a{bits} g64 gptq": rounded, f"w4a{bits} g64 gptq refine": {**rounded, "refine": True}}
+    table["w6a6 g64 gptq"] = weight_only(6, 64, method="gptq", activation_bits=6)
     for method in ("absmax", "zeropoint", "smoothquant", "llm_int8"):
         table[f"w8a8 int8 {method}"] = w8a8(method=method)
     rotated = {"o_proj": {"rotate": True}, "down_proj": {"rotate": True}}

@@ -15,7 +15,7 @@ from cpu_figures import cpu_memory, decode, engines, formats, fresh, generated, 
 from environment_figures import environments, import_time, upstream
 from gpu_figures import gpu_attention, gpu_generate, gpu_linear, gpu_machine
 from learning_figures import learning, losses
-from quality_figures import all_methods, choose, larger, peer_methods
+from quality_figures import METHODS, all_methods, choose, larger, peer_methods
 from result_files import RESULTS, load, machine, markdown, prose
 from speculation_figures import assisted, goals, speculation
 
@@ -168,7 +168,7 @@ def benchmarks_page() -> str:
         "Perplexity on 24 windows of 1,024 tokens of Wikipedia, and on news, which no method was calibrated on. Bits "
         "count scales and zero points. The last column is a task of lm-evaluation-harness, for the rows that ran it "
         "(`benchmarks/quality_tasks.py`): which of four passages of a news story comes next, with the standard error.",
-        all_methods(), machine("quality"),
+        all_methods(), machine("quality", METHODS),
         "Peers on the same windows, with their own packages. The chart takes their perplexities from here. "
         "llm-compressor is missing: it asks for an older transformers than this machine has. AutoRound is, too: "
         "`benchmarks/quality_peers.py` has its rows, but they have not been run to the end. llama.cpp's types for 2 "

@@ -27,6 +27,8 @@ def compressed_tensors(folder: Path) -> dict[str, torch.Tensor]:
     (group,) = config["config_groups"].values()
     bits, symmetric = group["weights"]["num_bits"], group["weights"]["symmetric"]
     tensors, weights = tensors_of(folder), {}
+    if config["format"] in ("mxfp4-pack-quantized", "nvfp4-pack-quantized"):
+        return _fp4(tensors, group["weights"]["group_size"])
     for name, scale in tensors.items():
         if not name.endswith(".weight_scale"):
             continue
@@ -42,6 +44,23 @@ def compressed_tensors(folder: Path) -> dict[str, torch.Tensor]:
             codes = tensors[layer].float().numpy()
             assert symmetric and scale.shape in ((1,), (len(codes), 1))
         weights[layer] = codes.astype(np.float32) * scale
+    return _as_torch(weights)
+
+
+def _fp4(tensors: dict[str, torch.Tensor], group: int) -> dict[str, torch.Tensor]:
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
+    weights = {}
+    for name, packed in tensors.items():
+        if name.endswith(".weight_packed"):
+            layer = name.removesuffix("_packed")
+            codes = np.stack([packed.numpy() & 15, packed.numpy() >> 4], -1).reshape(len(packed), -1)
+            scale = tensors[f"{layer}_scale"]
+            if scale.dtype == torch.uint8:
+                scale = np.exp2(scale.numpy().astype(np.float32) - 127)
+            else:
+                scale = scale.float().numpy() / tensors[f"{layer}_global_scale"].numpy()
+            signed = np.where(codes > 7, -numbers[codes & 7], numbers[codes & 7])
+            weights[layer] = signed * scale.repeat(group, 1)
     return _as_torch(weights)
 
 

@@ -1,8 +1,8 @@
 """Tunes a compressed model as a whole, when its blocks are done, on the next-token distributions of the original model
 (https://arxiv.org/abs/1503.02531; the second phase of EfficientQAT, https://arxiv.org/abs/2407.11062).
 
-Tuned are scales and codes (or the factors of a trellis) as in `refine`, and with them norms and biases. Zero points
-stay. What is stored keeps its format."""
+Tuned are scales, codes and zero points in floats (or the factors of a trellis) as in `refine`, and with them norms and
+biases. Integer zero points stay. What is stored keeps its format."""
 
 import math
 import time

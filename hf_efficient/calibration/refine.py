@@ -5,9 +5,9 @@ https://arxiv.org/abs/2407.11062).
 A weight is `scale * (clamp(round(u) + zero_point, 0, levels) - zero_point)`. Tuned are u (in steps of the grid, so that
 a new scale moves no code) and the logarithm of the scale, both in float32. The forward rounds them as they will be
 stored; the gradient passes the rounding straight through. u starts at the weight, moved into the interval that rounds
-to the code that the method chose, so all codes are kept at the start. Zero points stay: one step of a zero point moves
-everything that the range cuts off, and tuning them by gradient measured no better (2 bits, group 64, a block of
-SmolLM2: 0.61 of the initial error with, 0.58 without)."""
+to the code that the method chose, so all codes are kept at the start. Zero points in floats are tuned, too. Integer
+ones stay: one step of a zero point moves everything that the range cuts off, and tuning them by gradient measured no
+better (2 bits, group 64, a block of SmolLM2: 0.61 of the initial error with, 0.58 without)."""
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from hf_efficient.methods import inner_format
 
 EPOCHS, EPOCHS_AT_2_BITS = 1, 2  # coarser grids go on gaining for longer
 CODE_RATE, SCALE_RATE = 2e-3, 4e-3  # learning rates of Adam, in steps of the grid and relative to the scale
+ZERO_RATE = 4e-3  # of zero points in floats, in steps of the grid
 _MARGIN = 0.49  # largest distance of u from its code at the start
 
 
@@ -78,7 +79,9 @@ def _tuned_experts(block: Block, name: str) -> TunedExperts:
 
 
 class _AffineWeight(TunedWeight):
-    """The parameters are `codes`, float32 [N, G, group] (u above), and `log_scale`, float32 [N, G]."""
+    """The parameters are `codes`, float32 [N, G, group] (u above), `log_scale`, float32 [N, G], and for zero points in
+    floats `shift`, float32 [N, G]: what they are beyond the integer nearest to them at the start. Codes are counted
+    from that integer."""
 
     FORMATS = (AffineFormat, GroupBitsFormat)
 
@@ -94,14 +97,17 @@ class _AffineWeight(TunedWeight):
             return F.pad(x.float(), (0, -self.columns % width)).unflatten(1, (-1, width))
 
         symmetric = "zero_point" not in tensors
-        self.zero = torch.full_like(self.scale, (self.levels + 1) / 2) if symmetric else tensors["zero_point"].float()
+        zero = torch.full_like(self.scale, (self.levels + 1) / 2) if symmetric else tensors["zero_point"]
+        self.has_float_zero, self.zero = not symmetric and zero.is_floating_point(), zero.float().round()
+        self.shift = (zero.float() - self.zero).requires_grad_(self.has_float_zero)
         codes = grouped(self.affine.codes(tensors, self.columns)).sub_(self.zero[..., None])
-        exact = grouped(weight).div_(self.scale[..., None])
+        exact = grouped(weight).div_(self.scale[..., None]).add_(self.shift.detach()[..., None])
         self.codes = (codes + (exact - codes).clamp_(-_MARGIN, _MARGIN)).requires_grad_()
         self.log_scale = torch.zeros_like(self.scale).requires_grad_()
 
     def groups(self) -> list[dict]:
-        return [{"params": [self.codes], "lr": CODE_RATE}, {"params": [self.log_scale], "lr": SCALE_RATE}]
+        zero = [{"params": [self.shift], "lr": ZERO_RATE}] if self.has_float_zero else []
+        return [{"params": [self.codes], "lr": CODE_RATE}, {"params": [self.log_scale], "lr": SCALE_RATE}, *zero]
 
     def _stored_scale(self) -> torch.Tensor:
         return self.scale * self.log_scale.exp()
@@ -109,6 +115,10 @@ class _AffineWeight(TunedWeight):
     def compute(self) -> torch.Tensor:
         scale = self._stored_scale().expand(len(self.codes), -1)  # [1, 1] where the tensor has one scale
         weight = _FakeQuantize.apply(self.codes, scale, self.zero, self.levels, self.dtype)
+        if self.has_float_zero:
+            exact = self.zero + self.shift
+            shift = self.shift + (self._stored(exact.detach()) - exact).detach()
+            weight = weight - (shift * (scale + (self._stored(scale.detach()) - scale).detach()))[..., None]
         weight = weight.flatten(1)[:, : self.columns]
         return to_plain(weight, self.format, self.start).to(self.dtype)
 
@@ -116,7 +126,13 @@ class _AffineWeight(TunedWeight):
     def tensors(self) -> dict[str, torch.Tensor]:
         codes = _clamped(self.codes.round(), self.zero[..., None], self.levels) + self.zero[..., None]
         codes = codes.to(torch.uint8).flatten(1)[:, : self.columns]
-        return {**self.start, **self.affine.with_codes(codes, self.start), "scale": self._stored_scale().to(self.dtype)}
+        parts = {"scale": self._stored_scale().to(self.dtype)}
+        if self.has_float_zero:
+            parts["zero_point"] = (self.zero + self.shift).to(self.dtype)
+        return {**self.start, **self.affine.with_codes(codes, self.start), **parts}
+
+    def _stored(self, value: torch.Tensor) -> torch.Tensor:
+        return value.to(self.dtype).float()
 
 
 _TUNED = {

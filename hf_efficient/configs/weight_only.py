@@ -21,7 +21,7 @@ from hf_efficient.configs.quality import (
 )
 
 
-WEIGHT_BITS = (2, 3, 4, 8)
+WEIGHT_BITS = (2, 3, 4, 6, 8)
 EMBEDDING_BITS = (4, 8)
 ACTIVATION_BITS = (4, 6)
 CODEBOOKS = ("nf4", "fp4", "mxfp4", "nvfp4", "kmeans", "trellis")
@@ -51,9 +51,9 @@ class WeightOnlyConfig(CompressionConfig):
     field of the config afterwards.
 
     Args:
-        bits (2, 3, 4 or 8; default 4): bits of a code. With `mixed_precision` the average over the layers. With
-            codebook="trellis" 1.5 to 5 in halves (on average any number), with method="pb_llm" 1. In an override of
-            the experts of a mixture also a list: the bits of each.
+        bits (2, 3, 4, 6 or 8; default 4): bits of a code. 6 bits are 6 on disk and 8 in memory. With `mixed_precision`
+            the average over the layers. With codebook="trellis" 1.5 to 5 in halves (on average any number), with
+            method="pb_llm" 1. In an override of the experts of a mixture also a list: the bits of each.
         group_size (int or None; default "auto"): weights that share a scale: a positive multiple of 8, -1 for one group
             per output channel, None for one scale for the whole tensor. "auto" is -1 with 8 bits or a trellis, 32
             with "mxfp4" or quality="best", 16 with "nvfp4", 128 with method="billm", -1 with "pb_llm", else 64. On CPU
@@ -89,8 +89,7 @@ class WeightOnlyConfig(CompressionConfig):
             Hadamard rotations (QuIP, https://arxiv.org/abs/2307.13304; QuaRot, https://arxiv.org/abs/2404.00456). The
             inverse is applied to the input unless it folds into other weights.
         refine (bool; default False): after each block, tune scales and rounding by gradient on the block's outputs;
-            needs `calibration`. With codebook="trellis" factors of rows and of inputs, and no codes; scales of "mxfp4"
-            stay.
+            needs `calibration`. With codebook="trellis" factors of rows and of inputs, and no codes.
         mixed_precision (bool; default False): give each layer as many bits as it needs, `bits` on average, and so each
             expert of a mixture: those that tokens reach often, and whose errors raise the loss more, get more. Along a
             trellis fused experts do not: they have the next fewer bits that a trellis can have. Needs `calibration`.
@@ -100,10 +99,10 @@ class WeightOnlyConfig(CompressionConfig):
             rounds forwards of at least 32 tokens where that is faster: on CPUs with AVX-512 VNNI and without AMX, with
             groups of at least 32 columns. True rounds all forwards; with AMX only those of at most 32 tokens, as
             prompts are faster without. Codebooks and methods with formats of their own have False.
-        activation_bits (4, 6 or None; default None): also round the inputs of layers, so that 4 is W4A4 and 6, with
-            bits=4, W4A6: every 16 columns of a row have a grid that spans their range. `refine` tunes weights for
-            rounded inputs, but not those of fused experts. The products are those of inputs that are not rounded, and
-            not faster: this is for finding out what a model loses.
+        activation_bits (4, 6 or None; default None): also round the inputs of layers, so that 4 is W4A4 and 6 is W4A6,
+            or with bits=6 W6A6: every 16 columns of a row have a grid that spans their range. `refine` tunes weights
+            for rounded inputs, but not those of fused experts. The products are those of inputs that are not rounded,
+            and not faster: this is for finding out what a model loses.
         modules_to_not_convert (list of str; default None): globs (see `module_matches`) of modules to leave as they
             are, in addition to the output embedding and the modules tied to it.
         overrides (dict of glob -> fields; default None): other schemes for single modules, for example
@@ -212,7 +211,7 @@ class WeightOnlyConfig(CompressionConfig):
             check(not scheme["double_quantization"], "double_quantization", True, "False for codebook='trellis'")
             check(scheme["scale_dtype"] is None, "scale_dtype", scheme["scale_dtype"], "None for codebook='trellis'")
         if codebook == "kmeans":
-            check(bits != 8, "bits", bits, "2, 3 or 4 for codebook='kmeans'")
+            check(bits < 6, "bits", bits, "2, 3 or 4 for codebook='kmeans'")
         served = {"rtn": True, "gptq": True, "kmeans": codebook == "kmeans", "yaqa": codebook in (None, "trellis")}
         others = "rtn, gptq or yaqa" if codebook == "trellis" else "rtn or gptq"
         is_served = served.get(method, codebook is None)

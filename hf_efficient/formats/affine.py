@@ -1,22 +1,23 @@
 """Unsigned integer codes on a regular grid, one scale and zero point a group: `w = (code - zero_point) * scale`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from hf_efficient.formats.grouped_codes import GroupedCodes
 from hf_efficient.kernels.linear.codes import packed_width
 from hf_efficient.kernels.linear.grouped import GroupedTritonLayout
+from hf_efficient.kernels.linear.layout import RestoredLayout
 from hf_efficient.kernels.linear.weight_only import dequantize_weight, device_layout
 
 
 @dataclass(frozen=True)
 class AffineFormat(GroupedCodes):
     """Canonical tensors: "qweight" uint8 (see `kernels.linear.codes`), "scale" and "zero_point" or "minimum", one a
-    group.
+    group. The kernels of 8 bits multiply codes of 6 bits, which have 8 in memory.
 
     Args:
-        bits, group_size: see `GroupedCodes`; 2, 3, 4 or 8 bits.
+        bits, group_size: see `GroupedCodes`; 2, 3, 4, 6 or 8 bits.
         symmetric: the zero point is the middle of the grid and not stored.
         int8_on_cpu: whether inputs are rounded to int8 on a CPU: True, False or "auto", as in `WeightOnlyConfig`.
         zero_point: "integer", "float" (of the scale's dtype), or "minimum" (of the scale's dtype): w = code * scale +
@@ -81,13 +82,28 @@ class AffineFormat(GroupedCodes):
         return dequantize_weight(*parts, **self._arguments(in_features, work)).to(dtype)
 
     def layout(self, tensors, in_features, dtype):
+        if self.bits == 6:
+            return self._layout_of_bytes(tensors, in_features, dtype)
         arguments = self._arguments(in_features, dtype)
         layout = device_layout(*_ordered(tensors), **arguments, int8_on_cpu=self.int8_on_cpu)
         return layout or self.dequantized_layout(tensors, in_features, dtype)
 
+    def _layout_of_bytes(self, tensors, in_features, dtype):
+        """The layout of the same weight in codes of 8 bits, with the same middle where no zero point is stored."""
+        added = 2**7 - 2 ** (self.bits - 1) if self.symmetric else 0
+        bytes_ = {**tensors, "qweight": self.codes(tensors, in_features) + added}
+        layout = replace(self, bits=8).layout(bytes_, in_features, dtype)
+        if not layout.replaces_qweight:
+            return self.dequantized_layout(tensors, in_features, dtype)
+        return RestoredLayout(layout, lambda each: self.pack(each.canonical() - added))
+
     def grouped_layout(self, tensors, in_features, dtype):
         device = tensors["qweight"].device
-        if self.zero_point == "integer" and GroupedTritonLayout.supports(device, self.group_size, dtype):
+        if (
+            self.bits != 6
+            and self.zero_point == "integer"
+            and GroupedTritonLayout.supports(device, self.group_size, dtype)
+        ):
             return GroupedTritonLayout(*_ordered(tensors), **self._arguments(in_features, dtype))
         return None
 

@@ -74,7 +74,8 @@ def _along_trellis(weight, format: TrellisFormat, hessian, output_hessian, dampi
     # the least squares of all scales: rows depend on each other
     slope = (values * (feedback.output_hessian @ weight.float() @ feedback.hessian)).sum(1)
     curvature = feedback.output_hessian * (values @ feedback.hessian @ values.t())
-    curvature.diagonal().add_(1e-6 * curvature.diagonal().mean())
+    mean = curvature.diagonal().mean()
+    curvature.diagonal().add_(torch.where(mean > 0, 1e-6 * mean, 1))  # all zeros for a weight of zeros
     fitted = torch.linalg.solve(curvature, slope)[:, None].to(scale.dtype)
     losses = [feedback.loss(weight.float() - values * own.float()) for own in (fitted, scale)]
     usable = bool(((fitted > 0) | (scale == 0)).all()) and losses[0] < losses[1]

@@ -264,3 +264,35 @@ def test_keys_with_outliers(kv_format, small_window):
             logs.append(torch.cat(parts, 1).log_softmax(-1))
         found.append((logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean().item())
     assert found[0] > 0 and found[1] == pytest.approx(found[0], rel=0.02)
+
+
+@torch.no_grad()
+def with_drifting_keys():
+    """(a model, tokens [1, 96]): two channels of each key have an offset before RoPE turns them, and grow from 15 to 50
+    times the others along the tokens. No scale of a channel takes that away."""
+    model, generator = tiny_model("llama", num_hidden_layers=2, attention_bias=True), torch.Generator().manual_seed(0)
+    direction = torch.nn.functional.normalize(torch.randn(64, generator=generator), dim=0)
+    table, dim = model.get_input_embeddings().weight, model.config.head_dim
+    table += torch.linspace(0, 8, len(table))[:, None] * table.std() * direction
+    for layer in model.model.layers:
+        keys = layer.self_attn.k_proj
+        for tensor, added in ((keys.weight, 8 * direction), (keys.bias, 16)):
+            tensor.unflatten(0, (-1, dim))[:, [1, 1 + dim // 2]] += added
+    tokens = torch.randint(3, model.config.vocab_size, (1, 96), generator=generator)
+    return model, tokens.sort().values
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kv_format, limit", [("int8", 0.006), ("fp8", 0.01), ("int4", 0.015), ("int2", 0.35)])
+def test_keys_with_offsets_that_drift(kv_format, limit, small_window):
+    """Measured: 0.0027, 0.0037, 0.0054 and 0.19. With one scale for the channels of a token it is 0.42 in 4 bits and
+    1.0 in 2."""
+    model, tokens = with_drifting_keys()
+    model.set_attn_implementation("flash_paged")
+    logs = []
+    for name in ("auto", kv_format):
+        cache = PagedCache(model.config, 8, name)
+        logs.append(
+            torch.cat([model(part, past_key_values=cache).logits for part in tokens.split(24, 1)], 1).log_softmax(-1)
+        )
+    assert (logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean() < limit

@@ -22,6 +22,7 @@ SCHEMES = {
     "int2": dict(bits=2, group_size=16, method="gptq"),
     "int3 symmetric": dict(bits=3, group_size=16, symmetric=True, method="rtn"),
     "int4": dict(bits=4, group_size=16, method="gptq"),
+    "float zero points": dict(bits=3, group_size=16, method="hqq", zero_point="float"),
     "trellis": dict(bits=2, group_size=-1, codebook="trellis", method="gptq"),
     "rotated": dict(bits=2, group_size=16, rotate=True, method="gptq"),
 }
@@ -57,6 +58,9 @@ def test_the_model_predicts_more_as_the_original_does(scheme, steps):
     _, model, tuned = compressed(SCHEMES[scheme], minutes=5)
     assert divergence(original, model) < 0.995 * divergence(original, blockwise)
     assert tuned == decided and stored(model) == stored(blockwise)
+    for name, tensor in blockwise.state_dict().items():
+        if name.endswith("zero_point"):  # integers stay
+            assert torch.equal(model.state_dict()[name], tensor) is not tensor.is_floating_point(), name
     assert not torch.equal(model.model.norm.weight, original.model.norm.weight)
     vectors = [model.model.norm.weight, model.model.layers[0].input_layernorm.weight]
     assert all(vector.requires_grad and vector.grad is None for vector in vectors)

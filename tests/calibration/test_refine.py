@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import assert_close, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,6 +36,7 @@ def _block(name: str, method: str = "rtn", dtype=torch.float32, batches: int = 8
         ("llama", dict(bits=2, group_size=-1)),
         ("llama", dict(bits=4, group_size=48, symmetric=True)),  # 64 and 96 columns: a short last group
         ("llama", dict(rotate=True)),
+        ("llama", dict(method="hqq", zero_point="float", dtype=torch.bfloat16)),
         ("llama", dict(bits=4, codebook="nf4", group_size=48)),
         ("llama", dict(bits=4, codebook="nvfp4", group_size=16)),
         ("llama", dict(bits=4, codebook="mxfp4", rotate=True)),
@@ -140,6 +142,69 @@ def test_entries_of_a_table_start_as_the_method_chose_them(codebook):
     chosen = inside & filled
     assert chosen.sum() > 100
     torch.testing.assert_close(tuned.codes.grad[chosen], (slope * scale)[chosen], rtol=1e-2, atol=1e-6)
+
+
+def test_exponents_of_powers_of_two_are_learned():
+    """Groups that begin one power of two off find back, and the gradient is the difference of the two weights."""
+    generator = torch.Generator().manual_seed(0)
+    format = CodebookFormat("mxfp4", 4, 32)
+    linear = torch.nn.Linear(80, 24, bias=False).requires_grad_(False)
+    linear.weight.copy_(torch.randn(24, 80, generator=generator))
+    best = format.round(linear.weight)
+    moved = torch.randint(-1, 2, best["scale_codes"].shape, generator=generator)
+    codes = (best["scale_codes"].int() + moved).to(torch.uint8)
+    scale, table = format.scale({"scale_codes": codes}), format.table(best)
+    qweight = format.pack(format.nearest(linear.weight, scale, table))
+    tuned = CodebookWeight(linear, format, {"qweight": qweight, "scale_codes": codes})
+    x = torch.randn(256, 80, generator=generator)
+    factor, exponent = torch.randn(24, 80, generator=generator), tuned.exponent.detach().clone()
+    (tuned.compute() * factor).sum().backward()
+    beside = []
+    for side in (exponent.floor(), exponent.floor() + 1):
+        tuned.exponent.data = side
+        beside.append(tuned.compute().detach())
+    tuned.exponent.data = exponent
+    expected = format.grouped((beside[1] - beside[0]) * factor).sum(-1)
+    torch.testing.assert_close(tuned.exponent.grad, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(tuned.tensors()["scale_codes"], codes)
+    losses = []
+    for groups in (tuned.groups()[:1], tuned.groups()):  # codes alone, then exponents with them
+        optimizer = torch.optim.Adam([dict(group, lr=4 * group["lr"]) for group in groups])
+        for _ in range(60):
+            tuned.exponent.grad = tuned.codes.grad = None
+            loss = ((tuned.compute() - linear.weight) @ x.t()).square().mean()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    found, off = tuned.tensors()["scale_codes"], moved != 0
+    assert losses[1] < 0.8 * losses[0], losses
+    assert (found == best["scale_codes"])[off].float().mean() > 0.6  # where both are nearly as good, either may stay
+    assert torch.equal(format.dequantize(tuned.tensors(), 80, torch.float32), tuned.compute())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float_zero_points_are_learned(dtype):
+    """They start with the weight that the method chose, are rounded as they are stored, and have the gradient of what
+    is stored."""
+    generator = torch.Generator().manual_seed(0)
+    format = AffineFormat(3, 32, False, zero_point="float")
+    linear = torch.nn.Linear(80, 24, bias=False, dtype=dtype).requires_grad_(False)
+    linear.weight.copy_(torch.randn(24, 80, generator=generator) + 1)
+    tensors = methods.quantize(linear.weight, format, "hqq")
+    tuned = _AffineWeight(linear, format, tensors)
+    expected, eps = format.dequantize(tensors, 80, torch.float32), torch.finfo(dtype).eps
+    assert torch.equal(format.unpack(tuned.tensors()["qweight"], 80), format.unpack(tensors["qweight"], 80))
+    torch.testing.assert_close(tuned.compute().float(), expected, rtol=eps, atol=1e-5)
+    factor = torch.randn(24, 80, generator=generator)
+    (tuned.compute().float() * factor).sum().backward()
+    slope = -(F.pad(factor, (0, 16)).unflatten(1, (-1, 32)).sum(-1)) * tensors["scale"].float()
+    torch.testing.assert_close(tuned.shift.grad, slope, rtol=4 * eps, atol=20 * eps)
+    with torch.no_grad():
+        tuned.shift += 0.7
+    found = tuned.tensors()
+    assert found["zero_point"].dtype == dtype and not torch.equal(found["zero_point"], tensors["zero_point"])
+    moved = format.dequantize(found, 80, torch.float32)
+    torch.testing.assert_close(tuned.compute().float(), moved, rtol=eps, atol=1e-5)
 
 
 def _interpolated(entries: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from hf_efficient.configs import module_matches
 @pytest.mark.parametrize(
     "arguments, named",
     [
-        (dict(bits=5), ["bits=5", "(2, 3, 4, 8)"]),
+        (dict(bits=5), ["bits=5", "(2, 3, 4, 6, 8)"]),
         (dict(bits=True), ["bits=True"]),
         (dict(bits="4"), ["bits='4'"]),
         (dict(group_size=0), ["group_size=0", "multiple of 8"]),
@@ -26,7 +26,7 @@ from hf_efficient.configs import module_matches
         (dict(codebook="nf5"), ["codebook='nf5'", "nf4"]),
         (dict(codebook="nf4", bits=3), ["bits=3", "4 for codebook='nf4'"]),
         (dict(codebook="kmeans", bits=8), ["bits=8", "kmeans"]),
-        (dict(bits=2.5), ["bits=2.5", "(2, 3, 4, 8)"]),
+        (dict(bits=2.5), ["bits=2.5", "(2, 3, 4, 6, 8)"]),
         (dict(bits=4.0), ["bits=4.0"]),
         (dict(codebook="trellis", bits=8), ["bits=8", "(1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5)", "trellis"]),
         (dict(codebook="trellis", bits=True), ["bits=True"]),
@@ -44,7 +44,7 @@ from hf_efficient.configs import module_matches
         (dict(method="slim_llm"), ["bits=4", "(2, 3) for method='slim_llm'"]),
         (dict(method="slim_llm", bits=3, group_size=-1), ["group_size=-1", "from 8 on for method='slim_llm'"]),
         (dict(method="pb_llm", bits=1, refine=True), ["refine=True", "False for method='pb_llm'"]),
-        (dict(bits=1), ["bits=1", "(2, 3, 4, 8)"]),
+        (dict(bits=1), ["bits=1", "(2, 3, 4, 6, 8)"]),
         (dict(double_quantization=True), ["double_quantization=True", "codebook"]),
         (dict(codebook="nf4", method="awq"), ["method='awq'", "nf4"]),
         (dict(method="kmeans"), ["method='kmeans'"]),

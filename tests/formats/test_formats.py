@@ -7,14 +7,17 @@ from helpers import assert_close
 
 from hf_efficient.formats import AffineFormat
 from hf_efficient.kernels.linear import int4_order, native_cpu
-from hf_efficient.kernels.linear.layout import DequantizedLayout
+from hf_efficient.kernels.linear.layout import DequantizedLayout, RestoredLayout
 from hf_efficient.kernels.linear.torch_cpu import Int4CpuLayout, Int8CpuLayout
 from hf_efficient.kernels.linear.weight_only import TritonLayout
 from hf_efficient.methods import get_method
 
 
 SCHEMES = [
-    (bits, group, symmetric) for bits in (2, 3, 4, 8) for group in (-1, None, 32, 64, 48) for symmetric in (False, True)
+    (bits, group, symmetric)
+    for bits in (2, 3, 4, 6, 8)
+    for group in (-1, None, 32, 64, 48)
+    for symmetric in (False, True)
 ]
 
 
@@ -74,7 +77,7 @@ def test_chosen_codes_are_the_nearest():
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
 def test_degenerate_groups(bits, symmetric):
     """Zeros come back as zeros; a group of one sign and one value does not overflow its zero point."""
     w = torch.zeros(4, 64)
@@ -124,6 +127,9 @@ CASES = [  # bits, group, symmetric, N, K, the layout that must take it
     (8, 64, True, 144, 576, Int4CpuLayout),
     (8, 128, False, 48, 576, Int4CpuLayout),
     (8, 32, False, 40, 64, DequantizedLayout),
+    (6, 64, False, 144, 576, RestoredLayout),  # that of 8 bits
+    (6, -1, True, 33, 64, RestoredLayout),
+    (6, 48, False, 30, 99, DequantizedLayout),
 ]
 
 
@@ -217,4 +223,5 @@ def test_the_layout_of_the_gpu_on_the_cpu(bits, group_size, symmetric):
 def test_layouts_on_a_gpu(bits, group_size, symmetric, rows, columns, kind):
     format = AffineFormat(bits, group_size, symmetric)
     tensors = get_method("rtn").quantize(weight(rows, columns), format)
-    check_on_a_gpu(format, tensors, columns, None if group_size == 48 else TritonLayout, 0.01, 0.5)
+    kind = RestoredLayout if bits == 6 else TritonLayout
+    check_on_a_gpu(format, tensors, columns, None if group_size == 48 else kind, 0.01, 0.5)
