@@ -45,9 +45,10 @@ class CapturedStep:
 
     Attributes:
         is_steady: whether the last call takes as long again: none of its forwards was captured.
+        captures_many: whether forwards of more than `FEW_TOKENS` may be captured, which keeps all sequences waiting.
     """
 
-    is_steady = True
+    is_steady, captures_many = True, True
 
     def __init__(self, pages: RequestPages, forward: Callable, is_capturable: bool):
         self.pages, self.forward, self.is_capturable = pages, forward, is_capturable
@@ -88,7 +89,8 @@ class CapturedStep:
             self._captures[kind] = captured
             return captured.capture.replay()
         self._eager[kind] += 1
-        if self._eager[kind] <= (FEW_EAGER if width <= FEW_TOKENS else MANY_EAGER):
+        is_few = width <= FEW_TOKENS
+        if self._eager[kind] <= (FEW_EAGER if is_few else MANY_EAGER) or not (is_few or self.captures_many):
             return self._compute(width, rows, False)
         self.is_steady = False
         try:
