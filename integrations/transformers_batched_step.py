@@ -227,11 +227,13 @@ class BatchedRunner(ModelRunner):
         ios = self.inputs_and_outputs
         if getattr(ios, "batch", None) is None:
             return super().compute_batch(model, batch_data)
-        if self._forwards is None:
-            self._forwards = PageForwards(ios.pages)
+        is_first, self._forwards = self._forwards is None, self._forwards or PageForwards(ios.pages)
         growing = [bool(future.state.generated_tokens) for future in ios.requests_in_batch]
-        step, start = self._forwards.of(model, all(growing)), perf_counter()
+        step = self._forwards.of(model, all(growing))
         step.captures_many = not (ios.has_budget and any(growing))
+        if is_first and ios.has_budget:
+            step.warm_up()
+        start = perf_counter()
         logits, best = step(*ios.batch)
         if step.is_steady:
             tokens = sum(len(request.tokens) for request in ios.batch[0])

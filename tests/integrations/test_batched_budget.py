@@ -99,8 +99,9 @@ def test_a_budget_needs_a_compiler(monkeypatch):
 @needs_transformers("5.19", "max_ms_between_tokens")
 @pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512")
 @pytest.mark.parametrize("budget", [None, 1e-6])
-def test_wide_forwards_are_not_captured_while_sequences_decode(budget, monkeypatch):
-    """A capture takes as long as three forwards, and everyone waits. Without a budget they are."""
+def test_nothing_is_captured_while_sequences_decode(budget, monkeypatch):
+    """Everyone waits for a capture. Those of few tokens are made before the first step. Without a budget all come when
+    they pay."""
     monkeypatch.setattr(captured_step, "FEW_TOKENS", 4)
     monkeypatch.setattr(captured_step, "MANY_EAGER", 2)
     captured, original = [], captured_step.Capture
@@ -119,7 +120,7 @@ def test_wide_forwards_are_not_captured_while_sequences_decode(budget, monkeypat
     def noting(self, width, rows):
         before = len(captured)
         result = forward(self, width, rows)
-        widths.append((width, len(captured) > before, self.captures_many))
+        widths.append((width, len(captured) > before, self.captures_many, bool(self.pages.starts[1])))
         return result
 
     monkeypatch.setattr(CapturedStep, "_forward", noting)
@@ -131,11 +132,13 @@ def test_wide_forwards_are_not_captured_while_sequences_decode(budget, monkeypat
         ),
     )
     assert [output.generated_tokens for output in outputs.values()] == expected
-    beside = [is_captured for width, is_captured, may in widths if width > 4 and not may]
+    beside = [(width, is_captured) for width, is_captured, may, _ in widths if not may]
     if budget is None:
-        assert not beside and any(is_captured for width, is_captured, _ in widths if width > 4)
+        assert not beside
+        assert any(is_captured for width, is_captured, _, _ in widths if width > 4)
     else:
-        assert len(beside) > 6 and not any(beside)
+        assert len(beside) > 12 and not any(is_captured for _, is_captured in beside)
+        assert {width for width, is_captured, _, is_real in widths if is_captured and not is_real} == {1, 4}
 
 
 @pytest.mark.parametrize("budget", [0, -3.0, "fast", True, float("nan")])

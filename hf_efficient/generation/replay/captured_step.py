@@ -71,6 +71,22 @@ class CapturedStep:
         results = [[tensor.clone() for tensor in self._run(*part)] for part in parts]
         return tuple(torch.cat(tensors) for tensors in zip(*results))
 
+    def warm_up(self) -> None:
+        """Captures the forwards of at most `FEW_TOKENS` tokens. Nothing is written into the pages.
+
+        Those with rings are captured as they come: each request that they know has one.
+        """
+        has_rings = any(group.rings is not None for group in self.pages.groups)
+        if not self.is_capturable or is_being_watched() or has_rings:
+            return
+        nobody = [NewTokens([], 0, [[]] * len(self.pages.groups))]
+        for width in (width for width in WIDTHS if width <= FEW_TOKENS):
+            for rows in sorted({min(width, rows) for rows in LOGITS}):
+                self.pages.fill(nobody, width)
+                self._index.zero_()
+                for _ in range(FEW_EAGER + 1):
+                    self._forward(width, rows)
+
     def _run(self, requests: list[NewTokens], index: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         count = sum(len(request.tokens) for request in requests)
         width = next(width for width in WIDTHS if width >= count)
