@@ -226,7 +226,11 @@ class BatchedRunner(ModelRunner):
         """The forward, and one sampling for all requests."""
         ios = self.inputs_and_outputs
         if getattr(ios, "batch", None) is None:
-            return super().compute_batch(model, batch_data)
+            start = perf_counter()
+            super().compute_batch(model, batch_data)
+            if getattr(ios, "has_budget", False):  # on a CPU
+                ios.forward_seconds.add(padded(ios.num_q_tokens), perf_counter() - start)
+            return
         is_first, self._forwards = self._forwards is None, self._forwards or PageForwards(ios.pages)
         growing = [bool(future.state.generated_tokens) for future in ios.requests_in_batch]
         step = self._forwards.of(model, all(growing))

@@ -98,6 +98,22 @@ def test_a_budget_needs_a_compiler(monkeypatch):
 
 @needs_transformers("5.19", "max_ms_between_tokens")
 @pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512")
+def test_forwards_of_transformers_are_measured_too(monkeypatch):
+    """Prompts longer than a window run as transformers runs them."""
+    found, original = [], LatencyCurve.add
+    monkeypatch.setattr(LatencyCurve, "add", lambda self, *args: found.append(args) or original(self, *args))
+    monkeypatch.setattr(CapturedStep, "__call__", lambda *_: pytest.fail("a forward of ours"))
+    model = tiny_model("mistral", attn_implementation="flash_paged")
+    outputs = model.generate_batch(
+        inputs=[list(range(10, 30))],
+        generation_config=GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=2, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(**{**ASKED, PAGE_SIZE: 4}),
+    )
+    assert [output.error for output in outputs.values()] == [None] and found[0][0] == 24 and found[0][1] > 0
+
+
+@needs_transformers("5.19", "max_ms_between_tokens")
+@pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512")
 @pytest.mark.parametrize("budget", [None, 1e-6])
 def test_nothing_is_captured_while_sequences_decode(budget, monkeypatch):
     """Everyone waits for a capture. Those of few tokens are made before the first step. Without a budget all come when
