@@ -50,10 +50,6 @@ def config_of(folder):
     """The config of the manager that transformers' server makes after `hf-efficient serve`."""
     from transformers.cli.serving import utils
 
-    from hf_efficient.integrations import transformers_serving
-
-    transformers_serving.register()
-
     def made():
         model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="flash_paged")
         served = utils.CBGenerateManager(ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=16))
