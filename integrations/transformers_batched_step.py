@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 from hf_efficient.cache.request_pages import NewTokens, PageGroup, RequestPages
 from hf_efficient.generation.replay.captured_step import WIDTHS, padded
 from hf_efficient.generation.request_drafts import Growing, RequestDrafts
-from hf_efficient.integrations import transformers_request_checks as request_checks
+from hf_efficient.integrations import transformers_request_options as request_options
 from hf_efficient.integrations import transformers_step_budget as step_budget
 from hf_efficient.integrations.transformers_evicting_pages import Evicting
 from hf_efficient.integrations.transformers_page_forward import PageForwards
@@ -33,6 +33,7 @@ class BatchedIOs(ContinuousBatchingIOs):
         batch: (requests, of how many last tokens of each the logits are wanted) of the batch that was prepared; None
             where transformers' own path runs it.
         drafts: what proposes tokens to verify besides; None where nothing does.
+        has_budget: whether a step may take so many milliseconds only while sequences decode.
         forward_seconds: of the forwards of this package, by tokens computed.
     """
 
@@ -42,7 +43,7 @@ class BatchedIOs(ContinuousBatchingIOs):
         super().__init__(cache, config, continuous_batching_config, device, model_dtype, logit_processor)
         self.batch, self.pages = None, None
         milliseconds = getattr(continuous_batching_config, "max_ms_between_tokens", None)
-        self.forward_seconds = step_budget.measured(cache, milliseconds)
+        self.has_budget, self.forward_seconds = milliseconds is not None, step_budget.measured(cache, milliseconds)
         is_ours = device.type == "cpu" and config._attn_implementation in api.ATTENTION_NAMES
         compiles = continuous_batching_config.varlen_compile_config or continuous_batching_config.decode_compile_config
         if is_ours and not compiles:
@@ -63,8 +64,6 @@ class BatchedIOs(ContinuousBatchingIOs):
             self._evicting.begin(
                 continuous_batching_config.eviction, self.pages.groups[0], config, cache.max_batch_tokens
             )
-        if config._attn_implementation in api.ATTENTION_NAMES:
-            request_checks.limit(cache)
         self._proposed: list[tuple[int, list[int]]] = []  # (number in the batch, drafts) of requests that have some
         self._growing: list[Growing] = []
 
@@ -199,7 +198,9 @@ class BatchedIOs(ContinuousBatchingIOs):
         """Appends the drafts of a request that are its next `tokens`, as long as it goes on after them. Returns how
         many."""
         state, count = future.state, 0
-        while count < len(drafts) and drafts[count] == tokens[count] and tokens[count] not in state._eos_token_ids:
+        while count < len(drafts) and drafts[count] == tokens[count]:
+            if tokens[count] in state._eos_token_ids or request_options.ends(state, tokens[count]):
+                break
             state.update_and_check_completion(tokens[count], logprobs and logprobs[count])
             count += 1
         if count:
@@ -225,16 +226,26 @@ class BatchedRunner(ModelRunner):
         """The forward, and one sampling for all requests."""
         ios = self.inputs_and_outputs
         if getattr(ios, "batch", None) is None:
-            return super().compute_batch(model, batch_data)
-        if self._forwards is None:
-            self._forwards = PageForwards(ios.pages)
-        goes_on = all(future.state.generated_tokens for future in ios.requests_in_batch)
-        step, start = self._forwards.of(model, goes_on), perf_counter()
+            start = perf_counter()
+            super().compute_batch(model, batch_data)
+            if getattr(ios, "has_budget", False):  # on a CPU
+                ios.forward_seconds.add(padded(ios.num_q_tokens), perf_counter() - start)
+            return
+        is_first, self._forwards = self._forwards is None, self._forwards or PageForwards(ios.pages)
+        growing = [bool(future.state.generated_tokens) for future in ios.requests_in_batch]
+        step = self._forwards.of(model, all(growing))
+        step.captures_many = not (ios.has_budget and any(growing))
+        if is_first and ios.has_budget:
+            step.warm_up()
+        start = perf_counter()
         logits, best = step(*ios.batch)
         if step.is_steady:
             tokens = sum(len(request.tokens) for request in ios.batch[0])
             ios.forward_seconds.add(padded(tokens), perf_counter() - start)
-        if self.logit_processor.do_processing or self.do_sample or self.return_logprobs:
+        is_warped = self.logit_processor.do_processing or self.do_sample
+        if is_warped and isinstance(self.logit_processor, request_options.RequestProcessors):
+            is_warped = not self.logit_processor.take_best(ios.requests_in_batch)
+        if is_warped or self.return_logprobs:
             # without drafts a row for each request, as transformers samples them, so that a seed gives the same draws
             padding = logits.new_zeros(sum(not count for count in ios.batch[1]), logits.shape[1])
             ready = SimpleNamespace(logits=torch.cat([logits, padding])[None])
@@ -243,6 +254,18 @@ class BatchedRunner(ModelRunner):
             self._forward_process_and_sample(lambda **_: ready, inputs, *ios.get_cb_kwargs())
         else:
             ios.output_ids[0, : len(best)] = best
+
+    def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
+        """As transformers', in which each request may take the best token instead."""
+        super()._sample(scores, output_ids)
+        if not isinstance(self.logit_processor, request_options.RequestProcessors):
+            return
+        is_greedy, best = self.logit_processor.greedy
+        tokens = torch.where(is_greedy, best, output_ids[0, : len(best)])
+        output_ids[0, : len(best)] = tokens
+        if self.return_logprobs:
+            logprobs = scores[0].log_softmax(-1).gather(1, tokens.to(torch.int64)[:, None])[:, 0]
+            output_ids[1, : len(best)] = logprobs.view(torch.int32)
 
 
 def _group_of(allocator) -> PageGroup:

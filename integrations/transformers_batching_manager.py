@@ -6,6 +6,7 @@ import functools
 from transformers.generation.continuous_batching import continuous_api
 
 from hf_efficient.integrations import transformers_request_checks as request_checks
+from hf_efficient.integrations import transformers_request_options as request_options
 from hf_efficient.integrations import transformers_step_budget as step_budget
 from hf_efficient.kernels.attention import api
 from hf_efficient.kernels.native.openmp import release_threads
@@ -16,6 +17,7 @@ def register() -> None:
     continuous_api.ContinuousBatchingIOs, continuous_api.ModelRunner = _batched_ios, _batched_runner
     manager = continuous_api.ContinuousBatchingManager
     request_checks.register(manager, continuous_api.Scheduler)
+    request_options.register(continuous_api.ContinuousMixin, continuous_api.RequestState)
     if not hasattr(manager.__init__, "_hf_efficient"):
         manager.__init__ = _checked_init(manager.__init__)
         manager.switch_to_cb_friendly_attn = _switch_to_ours(manager.switch_to_cb_friendly_attn)
@@ -24,11 +26,14 @@ def register() -> None:
             scheduler.schedule_batch = step_budget.within_budget(scheduler.schedule_batch)
 
 
-def _batched_ios(*args, **kwargs):
+def _batched_ios(cache, config, *args, **kwargs):
     """A `BatchedIOs`, whose file is imported when a batch is first run."""
     from hf_efficient.integrations.transformers_batched_step import BatchedIOs
 
-    return BatchedIOs(*args, **kwargs)
+    ios = BatchedIOs(cache, config, *args, **kwargs)
+    if config._attn_implementation in api.ATTENTION_NAMES:
+        request_checks.limit(cache)
+    return ios
 
 
 def _batched_runner(*args, **kwargs):
@@ -38,16 +43,19 @@ def _batched_runner(*args, **kwargs):
 
 
 def _checked_init(original):
-    """transformers' `__init__`, which refuses drafts that cannot be made."""
+    """transformers' `__init__`, which refuses drafts that it cannot make and budgets that it cannot keep. Requests of
+    its manager have more options."""
 
     @functools.wraps(original)
     def __init__(self, model, generation_config, continuous_batching_config, *args, **kwargs):
         original(self, model, generation_config, continuous_batching_config, *args, **kwargs)
-        asked = "assistant_model", "prompt_lookup_num_tokens"
+        asked = "assistant_model", "prompt_lookup_num_tokens", "max_ms_between_tokens"
         if any(getattr(continuous_batching_config, name, None) is not None for name in asked):
             from hf_efficient.integrations import transformers_request_drafts
 
             transformers_request_drafts.check(model, continuous_batching_config)
+        if request_options.is_ours(model):
+            request_options.accept(self)
 
     __init__._hf_efficient = True
     return __init__
@@ -70,11 +78,7 @@ def _switch_to_ours(original):
 
     @functools.wraps(original)
     def switch_to_cb_friendly_attn(self, model, auto_switch_to_flash=True):
-        from hf_efficient.generation.page_attention import can_replace_sdpa
-        from hf_efficient.integrations.transformers_generation import SpeculativeGenerationMixin
-
-        is_ours = isinstance(model, SpeculativeGenerationMixin) and model.device.type == "cpu"
-        if not (auto_switch_to_flash and is_ours and can_replace_sdpa(model)):
+        if request_options.is_ours(model) or not request_options.becomes_ours(model, auto_switch_to_flash):
             return original(self, model, auto_switch_to_flash)
         self._original_attn_impl = model.config._attn_implementation
         model.set_attn_implementation(api.ATTENTION_NAMES[0])

@@ -46,6 +46,8 @@ _GROUPED, _EVICTING = "integrations/transformers_grouped_pages.py", "integration
 _PAGES, _STEP = "integrations/transformers_quantized_pages.py", "integrations/transformers_batched_step.py"
 _CHECKS, _DRAFTS = "integrations/transformers_request_checks.py", "integrations/transformers_request_drafts.py"
 _MANAGER, _BUDGETS = "integrations/transformers_batching_manager.py", "integrations/transformers_step_budget.py"
+_OPTIONS = "integrations/transformers_request_options.py"
+_SERVING, _SERVER = "integrations/transformers_serving.py", "cli.serving.utils"
 _CB = "generation.continuous_batching"
 
 OF_CONTINUOUS_BATCHING: tuple[Inside, ...] = (
@@ -83,14 +85,52 @@ OF_CONTINUOUS_BATCHING: tuple[Inside, ...] = (
     ),
     Inside(f"transformers.{_CB}.continuous_api:ContinuousBatchingManager.stop", _MANAGER, reads="_original_attn_impl"),
     *of(_MANAGER, "configuration_utils", "PreTrainedConfig._attn_implementation"),
-    *of(_CHECKS, "configuration_utils", "PreTrainedConfig._attn_implementation"),
+    *of(_OPTIONS, "configuration_utils", "PreTrainedConfig._attn_implementation"),
+    *of(_OPTIONS, f"{_CB}.cb_logits_processors", "ContinuousBatchingLogitsProcessor"),
+    Inside(
+        f"transformers.{_CB}.cb_logits_processors:ContinuousBatchingLogitsProcessorList",
+        _OPTIONS,
+        reads="supported_keys",
+    ),
+    *of(_OPTIONS, f"{_CB}.cb_logits_processors", "ContinuousBatchingTemperatureLogitsWarper"),
+    *of(_OPTIONS, f"{_CB}.cb_logits_processors", "ContinuousBatchingTopKLogitsWarper"),
+    *of(_OPTIONS, f"{_CB}.cb_logits_processors", "ContinuousBatchingTopPLogitsWarper"),
+    *of(_OPTIONS, f"{_CB}.requests", "RequestStatus", "RequestState.update_and_check_completion"),
+    Inside(f"transformers.{_CB}.requests:RequestState", _OPTIONS, reads="_true_initial_tokens"),
+    *of(_OPTIONS, f"{_CB}.continuous_api", "ContinuousMixin.generate_batch"),
+    *of(_OPTIONS, "generation.utils", "GenerationMixin._get_logits_processor"),
+    *(
+        Inside(f"transformers.{_SERVER}:CBGenerateManager.{name}", _SERVING, parameters=("self", "model", *parameters))
+        for name, parameters in {
+            "init_cb": ("gen_config",),
+            "generate_streaming": ("processor", "inputs", "gen_config", "request_id", "response_parser"),
+            "generate_non_streaming": ("processor", "inputs", "gen_config", "request_id"),
+        }.items()
+    ),
+    *of(
+        _SERVING, _SERVER, "BaseHandler._build_generation_config", "response_events_to_chunks", "get_response_template"
+    ),
+    *of(_SERVING, "cli.serving.server", "build_server"),
+    *(
+        Inside(f"transformers.{_SERVER}:CBStreamer.{method}", _SERVING, reads=name)
+        for name, method in {
+            "_decode_stream": "put",
+            "_parser": "put",
+            "_queue": "end",
+            "_request_id": "cancel",
+        }.items()
+    ),
+    Inside(f"transformers.{_SERVER}:CBGenerateManager.init_cb", _SERVING, reads="_cb_config"),
+    Inside(f"transformers.{_CB}.continuous_api:OutputRouter.deliver", _SERVING, reads="_lock"),
+    Inside(f"transformers.{_CB}.continuous_api:OutputRouter.deliver", _SERVING, reads="result_handlers"),
+    *of(_SERVING, "generation.configuration_utils", "GenerationConfig._get_default_generation_params"),
     *of(_CHECKS, f"{_CB}.scheduler", "Scheduler.add_waiting_request"),
     Inside(f"transformers.{_CB}.requests:RequestState.__post_init__", _CHECKS, reads="_new_tokens_limit"),
     *of(_CHECKS, f"{_CB}.cache_allocators", "CacheAllocator.needs_new_blocks", since="5.19"),
     *of(_STEP, f"{_CB}.input_outputs", "TMP_TOKEN_ID", "ContinuousBatchingIOs.prepare_batch_tensors"),
     *of(_STEP, f"{_CB}.input_outputs", "ContinuousBatchingIOs.get_model_kwargs"),
     *of(_STEP, f"{_CB}.model_runner", "ModelRunner.compute_batch"),
-    *of(_STEP, f"{_CB}.model_runner", "ModelRunner._forward_process_and_sample"),
+    *of(_STEP, f"{_CB}.model_runner", "ModelRunner._forward_process_and_sample", "ModelRunner._sample"),
     *of(_STEP, f"{_CB}.input_outputs", "ContinuousBatchingIOs.prepare_batch_update"),
     *of(_STEP, f"{_CB}.cache", "PagedAttentionCache.can_store_request_tokens", since="5.19"),
     *of(_STEP, f"{_CB}.cache", "PagedAttentionCache.count_new_complete_blocks", since="5.19"),

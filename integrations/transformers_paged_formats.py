@@ -24,13 +24,7 @@ CODES: ContextVar[torch.dtype | int | None] = ContextVar("codes", default=None)
 POLICY: ContextVar[request_eviction.EvictionPolicy | None] = ContextVar("policy", default=None)  # its eviction
 
 
-_default = "auto"  # format of a cache whose config is transformers' own
-
-
-def use_by_default(kv_format: str) -> None:
-    """Gives caches of transformers' own `ContinuousBatchingConfig`, as its server makes it, this format from now on."""
-    global _default
-    _default = kv_format
+served_with: dict = {}  # arguments of the `ContinuousBatchingConfig` of transformers' server, for models of ours
 
 
 @dataclass
@@ -120,7 +114,7 @@ class FormattedCache(PagedAttentionCache):
     seconds, and gain nothing."""
 
     def __init__(self, config, continuous_batching_config, device, *args, **kwargs):
-        kv_format = getattr(continuous_batching_config, "kv_format", _default)
+        kv_format = getattr(continuous_batching_config, "kv_format", "auto")
         if kv_format != "auto" and config._attn_implementation not in api.ATTENTION_NAMES:
             raise ValueError(
                 f"kv_format={kv_format!r} needs a model with attn_implementation='flash_paged', and this one has "

@@ -5,8 +5,7 @@ import operator
 
 from transformers.utils import logging
 
-from hf_efficient.integrations import transformers_releases
-from hf_efficient.kernels.attention import api
+from hf_efficient.integrations import transformers_request_options as request_options
 
 
 logger = logging.get_logger(__name__)
@@ -32,8 +31,9 @@ def _checked(original):
 
     @functools.wraps(original)
     def add_request(self, input_ids, *args, **kwargs):
-        if transformers_releases.without_prefix(self.model.config._attn_implementation) in api.ATTENTION_NAMES:
+        if request_options.is_ours(self.model):
             _check_request(input_ids, self.model.get_input_embeddings().num_embeddings, kwargs.get("max_new_tokens"))
+            kwargs = request_options.checked(self, **kwargs)
         return original(self, input_ids, *args, **kwargs)
 
     add_request._hf_efficient = True

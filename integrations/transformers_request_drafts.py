@@ -15,10 +15,13 @@ from hf_efficient.integrations.transformers_page_forward import PageForwards
 from hf_efficient.kernels.attention import api
 
 
+DRAFTERS = "prompt_lookup_num_tokens", "assistant_model"
+NEED_FORWARDS = *DRAFTERS, "max_ms_between_tokens"  # of the arguments of a config, those that need forwards of ours
+
+
 def is_asked(config) -> bool:
     """Whether a `ContinuousBatchingConfig` asks for drafts."""
-    names = "prompt_lookup_num_tokens", "assistant_model"
-    return any(getattr(config, name, None) is not None for name in names)
+    return any(getattr(config, name, None) is not None for name in DRAFTERS)
 
 
 def drafts_of(config, cache, forward_seconds: LatencyCurve) -> RequestDrafts | None:
@@ -44,23 +47,26 @@ def full_attention(cache) -> FullAttentionCacheAllocator | None:
 
 
 def refuse(config, reason: str) -> None:
-    """Raises ValueError where a `ContinuousBatchingConfig` asks for drafts, which cannot be made."""
-    if is_asked(config):
-        given = "assistant_model" if config.prompt_lookup_num_tokens is None else "prompt_lookup_num_tokens"
+    """Raises ValueError where a `ContinuousBatchingConfig` asks for what this package's forwards alone have."""
+    given = [name for name in NEED_FORWARDS if getattr(config, name, None) is not None]
+    if given:
         raise ValueError(
-            f"{given} in continuous batching needs a model on a CPU with a C++ compiler, with "
+            f"{given[0]} in continuous batching needs a model on a CPU with a C++ compiler, with "
             f'attn_implementation="flash_paged" and without compile configs: {reason}'
         )
 
 
 def check(model, config) -> None:
-    """Raises ValueError where the drafts that a `ContinuousBatchingConfig` asks for cannot be made for `model`."""
+    """Raises ValueError where `model` cannot have the drafts or the budget that a `ContinuousBatchingConfig` asks
+    for."""
     name = transformers_releases.without_prefix(model.config._attn_implementation)
     if name not in api.ATTENTION_NAMES:
         refuse(config, f"attn_implementation is {name!r}")
     if model.device.type != "cpu":
         refuse(config, f"the model is on {model.device}")
-    if config.assistant_model is not None:
+    if config.varlen_compile_config is not None or config.decode_compile_config is not None:
+        refuse(config, "there is one")
+    if getattr(config, "assistant_model", None) is not None:
         _check_assistant(config.assistant_model, model)
 
 

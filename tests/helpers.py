@@ -163,6 +163,23 @@ def tiny_tokenizer():
     )
 
 
+def byte_level_tokenizer():
+    """For the same vocabulary, as most tokenizers are today: some tokens have several characters, others spaces."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = [chr(code) for code in range(33, 127)] + ["\u0120", "\u010a"]  # a space and a line's end
+    longer = ["th", "the", "er", "\u0120a", "\u0120the", "\u010a\u010a", ".\u010a", "..", "ab", "ba", "aba", "qu"]
+    tokens = ["<pad>", "<s>", "</s>", *characters, *longer]
+    tokens += [f"{first}{second}" for first in "xyz!" for second in "XYZ?:"][: 128 - len(tokens)]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left"
+    )
+
+
 def threads(count: int):
     """The body of a fixture: torch computes with so many threads until the test is over."""
     before = torch.get_num_threads()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 PAGE = 256  # tokens of a block, unless transformers is told otherwise
-OPTION_OF = {"batch_size": "--sequences", "prompt_tokens": "--context"}
+OPTION_OF = {"batch_size": "--sequences", "prompt_tokens": "--context", "prompt_lookup_num_tokens": "--prompt-lookup"}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -25,6 +25,20 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         default="auto",
         help="how keys and values are stored; int4 and int2 on a CPU (default auto: in the model's dtype)",
     )
+    drafters = command.add_mutually_exclusive_group()
+    drafters.add_argument(
+        "--prompt-lookup",
+        type=int,
+        metavar="N",
+        help="draft at most N tokens of a sequence from its own text, on a CPU",
+    )
+    drafters.add_argument("--draft-model", help="Hub id or folder of a smaller model that drafts, on a CPU")
+    command.add_argument(
+        "--max-ms-between-tokens",
+        type=float,
+        metavar="MS",
+        help="cut prompts, so that sequences that decode get a token so often, on a CPU (default: no limit)",
+    )
 
 
 def run(options: argparse.Namespace) -> Callable[[], int | None]:
@@ -32,7 +46,7 @@ def run(options: argparse.Namespace) -> Callable[[], int | None]:
 
     Raises:
         ValueError: for a model that does not fit into memory, with the plan; for arguments that are not allowed; with
-            transformers 5.16, and with a `--kv-format` before 5.19.
+            transformers 5.16, and before 5.19 with any option from `--kv-format` on.
         ImportError: without what `transformers serve` needs.
     """
     import hf_efficient
@@ -41,21 +55,30 @@ def run(options: argparse.Namespace) -> Callable[[], int | None]:
     from hf_efficient.integrations import transformers_paged_formats
 
     check_path("model", options.model)
+    if options.draft_model is not None:
+        check_path("--draft-model", options.draft_model)
     for name in ("sequences", "context"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} {getattr(options, name)}: must be at least 1")
     if not 0 < options.port < 1 << 16:
         raise ValueError(f"--port {options.port}: must be 1 to 65535")
     _check_installed()
-    _check_format(options.kv_format)
+    served_with = _checked_options(options)
     blocks = options.sequences * -(-options.context // PAGE)
-    plan = hf_efficient.estimate(
-        options.model, batch_size=options.sequences, prompt_tokens=max(1, options.context - 1), new_tokens=1,
-        kv_format=options.kv_format,
-    )  # fmt: skip
-    cache = None if plan.kv_token_bytes is None else int(plan.kv_token_bytes * blocks * PAGE)
-    print(_checked_plan(options, plan.weight_bytes, cache), flush=True)
-    transformers_paged_formats.use_by_default(options.kv_format)
+    plans = [
+        hf_efficient.estimate(
+            model, batch_size=options.sequences, prompt_tokens=max(1, options.context - 1), new_tokens=1,
+            kv_format=kv_format,
+        )
+        for model, kv_format in ((options.model, options.kv_format), (options.draft_model, "auto"))
+        if model is not None
+    ]  # fmt: skip
+    pages = [plan.kv_token_bytes for plan in plans]
+    cache = None if None in pages else int(sum(pages) * blocks * PAGE)
+    print(_checked_plan(options, sum(plan.weight_bytes for plan in plans), cache), flush=True)
+    if options.draft_model is not None:
+        served_with["assistant_model"] = _draft_model(options)
+    transformers_paged_formats.served_with = served_with
     words = ["transformers", "serve", options.model, "--host", options.host, "--port", str(options.port)]
     words += ["--attn-implementation", "hf-efficient/flash_paged_2", "--continuous-batching"]
     words += ["--cb-num-blocks", str(blocks)]
@@ -72,15 +95,44 @@ def _check_installed() -> None:
         raise ImportError("serve needs what `transformers serve` does: pip install 'transformers[serving]'")
 
 
-def _check_format(kv_format: str) -> None:
+def _checked_options(options: argparse.Namespace) -> dict:
+    """The arguments of our `ContinuousBatchingConfig`, without the draft model."""
     import torch
 
     from hf_efficient.integrations.transformers_releases import needs
 
-    if kv_format != "auto":
-        needs("5.19", f"--kv-format {kv_format}")
-    if kv_format in ("int4", "int2") and torch.cuda.is_available():
-        raise ValueError(f"--kv-format {kv_format}: continuous batching has it on a CPU; use int8 or fp8 on a GPU")
+    given = {
+        "kv_format": None if options.kv_format == "auto" else options.kv_format,
+        "prompt_lookup_num_tokens": options.prompt_lookup,
+        "max_ms_between_tokens": options.max_ms_between_tokens,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    on_cpu = [OPTION_OF.get(name, f"--{name.replace('_', '-')}") for name in given if name != "kv_format"]
+    on_cpu += ["--draft-model"] if options.draft_model is not None else []
+    if options.kv_format in ("int4", "int2"):
+        on_cpu.append(f"--kv-format {options.kv_format}")
+    if on_cpu and torch.cuda.is_available():
+        raise ValueError(f"{on_cpu[0]}: continuous batching has it on a CPU, and this machine has a GPU")
+    if given or on_cpu:
+        needs("5.19", " ".join(on_cpu) or f"--kv-format {options.kv_format}")
+        from hf_efficient import ContinuousBatchingConfig
+
+        ContinuousBatchingConfig(**given)  # raises for what is not allowed
+    return given
+
+
+def _draft_model(options: argparse.Namespace):
+    """Raises ValueError where the vocabularies differ, before the model is loaded."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    configs = (AutoConfig.from_pretrained(name) for name in (options.model, options.draft_model))
+    ours, theirs = (config.get_text_config(decoder=True).vocab_size for config in configs)
+    if ours != theirs:
+        raise ValueError(
+            f"--draft-model {options.draft_model} knows {theirs} tokens, and {options.model} {ours}: "
+            "they need one tokenizer"
+        )
+    return AutoModelForCausalLM.from_pretrained(options.draft_model, attn_implementation="flash_paged", dtype="auto")
 
 
 def _checked_plan(options: argparse.Namespace, weights: int, cache: int | None) -> str:
@@ -93,8 +145,10 @@ def _checked_plan(options: argparse.Namespace, weights: int, cache: int | None) 
     url = f"http://{options.host}:{options.port}"
     total = weights + (cache or 0)
     pages = "unknown" if cache is None else _gigabytes(cache)
+    drafts = "" if options.draft_model is None else ", both with the draft model's"
     plan = (
-        f"weights {_gigabytes(weights)}, pages for {options.sequences} sequences of {options.context} tokens {pages}; "
+        f"weights {_gigabytes(weights)}, pages for {options.sequences} sequences of {options.context} tokens {pages}"
+        f"{drafts}; "
         f"{_gigabytes(free)} are free on the {where}"
     )
     if total > free:

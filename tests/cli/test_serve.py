@@ -13,6 +13,9 @@ from hf_efficient.cli import main
 from hf_efficient.integrations import transformers_paged_formats
 
 
+serving = pytest.mark.skipif(not import_utils.is_serve_available(), reason="needs fastapi, uvicorn and openai")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("serve") / "tiny", max_position_embeddings=512)
@@ -42,23 +45,52 @@ def test_the_server_is_started_with_its_plan(folder, started, capsys):
     assert words[words.index("--port") + 1] == "8123"
 
 
+@pytest.fixture
+def config_of(folder):
+    """The config of the manager that transformers' server makes after `hf-efficient serve`."""
+    from transformers.cli.serving import utils
+
+    def made():
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="flash_paged")
+        served = utils.CBGenerateManager(ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=16))
+        served.init_cb(model, GenerationConfig(eos_token_id=2, do_sample=False))
+        try:
+            served._cb.batch_processor = served._cb.batch_processor or served._cb._create_batch_processor()
+            return served._cb.continuous_batching_config, served._cb.batch_processor.cache
+        finally:
+            served.stop()
+
+    yield made
+    transformers_paged_formats.served_with = {}
+
+
+@serving
 @needs_transformers("5.19", "quantized pages in continuous batching")
-def test_the_format_of_pages(folder, started, capsys):
-    """It reaches the cache of a config of transformers' own, as the server's is."""
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="flash_paged")
-    try:
-        assert main(["serve", str(folder), "--kv-format", "int8", "--sequences", "4096"]) == 0
-        manager = model.init_continuous_batching(
-            GenerationConfig(eos_token_id=2), ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=16)
-        )
-        (allocator,) = manager._create_batch_processor().cache.cache_allocators.values()
-        assert allocator.get_cache_for_block_table(0)[0].dtype == torch.int8
-    finally:
-        transformers_paged_formats.use_by_default("auto")
+def test_the_options_reach_the_cache_of_the_server(folder, started, config_of, capsys):
+    words = ["--kv-format", "int8", "--sequences", "4096", "--prompt-lookup", "3", "--max-ms-between-tokens", "40"]
+    assert main(["serve", str(folder), *words]) == 0
+    config, cache = config_of()
+    (allocator,) = cache.cache_allocators.values()
+    assert allocator.get_cache_for_block_table(0)[0].dtype == torch.int8
+    assert (config.prompt_lookup_num_tokens, config.max_ms_between_tokens, config.num_blocks) == (3, 40.0, 8)
     quantized = capsys.readouterr().out
     assert main(["serve", str(folder), "--sequences", "4096"]) == 0
     pages = [float(re.search(r"2048 tokens ([\d.]+) GB", text)[1]) for text in (quantized, capsys.readouterr().out)]
     assert pages[0] < 0.6 * pages[1]
+    config, cache = config_of()  # of the second call
+    assert config.prompt_lookup_num_tokens is None and config.max_ms_between_tokens is None
+
+
+@serving
+@needs_transformers("5.19", "speculation in continuous batching")
+def test_a_draft_model(folder, started, config_of, tmp_path, capsys):
+    assert main(["serve", str(folder), "--draft-model", str(folder)]) == 0
+    assert "both with the draft model's" in capsys.readouterr().out
+    config, _ = config_of()
+    assert config.assistant_model.config._attn_implementation == "flash_paged"
+    other = save_tiny(tmp_path / "other", vocab_size=96)
+    assert main(["serve", str(folder), "--draft-model", str(other)]) == 1
+    assert f"--draft-model {other} knows 96 tokens, and {folder} 128" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_refused_with_the_plan(folder, started, capsys, monkeypatch):
@@ -75,6 +107,9 @@ def test_what_does_not_fit_is_refused_with_the_plan(folder, started, capsys, mon
         (["--sequences", "0"], "--sequences 0: must be at least 1"),
         (["--context", "-1"], "--context -1: must be at least 1"),
         (["--port", "70000"], "--port 70000: must be 1 to 65535"),
+        (["--prompt-lookup", "0"], "--prompt-lookup 0: must be an integer of at least 1"),
+        (["--max-ms-between-tokens", "-5"], "--max-ms-between-tokens -5.0: must be a number greater than 0"),
+        (["--draft-model", "no/folder/here/at/all"], "--draft-model"),
     ],
 )
 def test_bad_options(folder, started, words, message, capsys):

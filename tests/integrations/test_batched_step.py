@@ -4,14 +4,18 @@ alone, however requests are batched, cut, cancelled or preempted."""
 import itertools
 from unittest import mock
 
+import foreign_layouts
 import pytest
 import torch
 from helpers import TINY_MODELS, needs_transformers, tiny_model
 from saved_models import INT4, folder, load
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+from transformers.generation.continuous_batching.requests import RequestState
 
+import hf_efficient
+from hf_efficient import SparseConfig, W8A8Config
 from hf_efficient.cache.request_pages import NewTokens
 from hf_efficient.generation.replay import captured_forward, captured_step
 from hf_efficient.generation.replay.captured_step import CapturedStep
@@ -124,11 +128,29 @@ def test_long_windows(forwards):
     assert forwards.count("replayed") > 16
 
 
-def test_preempted_requests_go_on(forwards):
-    """A pool that holds two sequences at their longest."""
-    model = tiny_model("llama")
+# Pages of 4 that hold one of the sequences at its longest; those of windows alone take fewer
+FEW_BLOCKS = {"mistral": 7, "gemma3": 7}
+
+
+@pytest.fixture
+def preempted(monkeypatch):
+    """The requests that gave their pages back to begin anew."""
+    found, original = [], RequestState.create_equivalent_initial_request
+
+    def create_equivalent_initial_request(self):
+        found.append(self.request_id)
+        return original(self)
+
+    monkeypatch.setattr(RequestState, "create_equivalent_initial_request", create_equivalent_initial_request)
+    return found
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_preempted_requests_go_on(name, preempted):
+    model = tiny_model(name)
     expected = one_by_one(model)
-    assert batched(model, num_blocks=13)[0] == expected
+    assert batched(model, num_blocks=FEW_BLOCKS.get(name, 8))[0] == expected
+    assert preempted
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -146,8 +168,27 @@ def test_a_replay_computes_what_an_eager_forward_does(dtype, monkeypatch):
         assert same > 0 and output.logprobs[:same] == pytest.approx(eager.logprobs[:same], abs=tolerance)
 
 
-def test_quantized_models(forwards):
-    model = load(folder("llama"), **INT4)
+def adopted(tmp_path):
+    """A checkpoint in GPTQ's format."""
+    foreign_layouts.write(tmp_path / "gptq", tiny_model("llama"), foreign_layouts.gptq, torch.float32)
+    hf_efficient.adopt("gptq")
+    return AutoModelForCausalLM.from_pretrained(tmp_path / "gptq", dtype=torch.float32)
+
+
+KINDS = {
+    "int4": lambda _: load(folder("llama"), **INT4),
+    "int8": lambda _: load(folder("llama"), bits=8, group_size=-1, method="rtn"),
+    "w8a8": lambda _: load(folder("llama"), options={"quantization_config": W8A8Config()}),
+    "sparse": lambda _: load(
+        folder("llama"), options={"quantization_config": SparseConfig(method="magnitude", pattern="2:4")}
+    ),
+    "adopted": adopted,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_models(kind, forwards, tmp_path):
+    model = KINDS[kind](tmp_path)
     expected = one_by_one(model)
     assert batched(model)[0] == expected
     assert "replayed" in forwards
@@ -225,16 +266,27 @@ def test_hooks_run(forwards):
     assert tokens == expected and len(seen) >= NEW_TOKENS and set(forwards) <= {"eager"}
 
 
-def test_prefixes_are_shared():
-    """The second request finds two pages of the first."""
-    model = tiny_model("llama")
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_prefixes_are_shared(is_shared, monkeypatch):
+    """The second request finds two pages of the first, whose 8 tokens are not computed again."""
+    model, computed, original = tiny_model("llama"), [], CapturedStep.__call__
     expected = one_by_one(model)
-    manager = manager_of(model)
+
+    def counting(self, requests, wanted):
+        computed.append(sum(len(request.tokens) for request in requests))
+        return original(self, requests, wanted)
+
+    monkeypatch.setattr(CapturedStep, "__call__", counting)
+    manager, prompts = manager_of(model, allow_block_sharing=is_shared), []
     manager.start()
     try:
-        assert [answer(manager, PROMPTS[0]), answer(manager, PROMPTS[3])] == [expected[0], expected[3]]
+        for index in (0, 3):
+            computed.clear()
+            assert answer(manager, PROMPTS[index]) == expected[index]
+            prompts.append(sum(computed) - (len(expected[index]) - 1))  # each token but the last is read, too
     finally:
         manager.stop(block=True)
+    assert prompts == [len(PROMPTS[0]), len(PROMPTS[3]) - (8 if is_shared else 0)]
 
 
 def test_parts_of_a_batch():

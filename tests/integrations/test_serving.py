@@ -127,7 +127,8 @@ def test_serve_on_loopback(folder, server):
 @pytest.mark.slow
 @needs_serving
 def test_openai_client(folder, server):
-    """Chat, streams, many clients at once, one that leaves in the middle, and requests that make no sense."""
+    """Chat, streams, many clients at once, stop strings, one that leaves in the middle, and requests that make no
+    sense. `test_serving_requests.py` has more, in one process."""
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{server[0]}/v1", api_key="none", max_retries=0, timeout=120)
 
@@ -143,6 +144,10 @@ def test_openai_client(folder, server):
     assert answers == expected
     parts = [part.choices[0].delta.content or "" for part in chat(prompts[0], stream=True) if part.choices]
     assert "".join(parts).strip() == expected[0] and len([part for part in parts if part]) > 1
+    if transformers_releases.has("5.19"):
+        stop = expected[0][2:5]
+        cut = chat(prompts[0], stop=stop).choices[0]
+        assert (cut.message.content, cut.finish_reason) == (expected[0][: expected[0].index(stop)], "stop")
     leaving = chat(PROMPT, stream=True, max_tokens=200)
     next(iter(leaving))
     leaving.close()
@@ -168,24 +173,39 @@ def test_requests_that_cannot_be_run_fail_alone(folder, server):
     assert answer.strip() == expected_answer(folder, PROMPT, 6).strip()
 
 
+def asked(prompt: str) -> list[dict]:
+    return [{"role": "user", "content": prompt}]
+
+
 @pytest.mark.slow
 @needs_serving
 @pytest.mark.timeout(600)
 def test_a_real_model_before_and_after_a_restart(sample_model, tmp_path):
-    """int4 SmolLM2 in float32, whose tokens are those of `generate`, on the same port."""
+    """int4 SmolLM2 in float32, streamed to three clients of OpenAI's at once: the text of `generate`. Then on the same
+    port."""
+    openai = pytest.importorskip("openai")
     config, tokenizer = WeightOnlyConfig(bits=4, method="rtn"), AutoTokenizer.from_pretrained(sample_model)
     model = AutoModelForCausalLM.from_pretrained(sample_model, dtype=torch.float32, quantization_config=config)
     model.save_pretrained(tmp_path / "int4")
     tokenizer.save_pretrained(tmp_path / "int4")
-    messages = [{"role": "user", "content": "Name three rivers of Europe."}]
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    output = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    expected = tokenizer.decode(output, skip_special_tokens=True)
-    port, body = free_port(), {"model": str(tmp_path / "int4"), "temperature": 0.0, "max_tokens": 24}
+    prompts, expected = ["Name three rivers of Europe.", "What is 2 plus 2?", "Write a line about the sea."], []
+    for prompt in prompts:
+        inputs = tokenizer.apply_chat_template(
+            asked(prompt), add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        output = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        expected.append(tokenizer.decode(output, skip_special_tokens=True))
+    port = free_port()
     for run in range(2):
-        with serving(tmp_path / "int4", port, tmp_path / f"log{run}"):
-            answer = ask(port, "/v1/chat/completions", {**body, "messages": messages})
-        assert answer["choices"][0]["message"]["content"].strip() == expected.strip()
+        with serving(tmp_path / "int4", port, tmp_path / f"log{run}"), ThreadPoolExecutor(3) as clients:
+            client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=120)
+
+            def streamed(prompt, client=client):
+                options = dict(model=str(tmp_path / "int4"), temperature=0.0, max_tokens=24, stream=True)
+                parts = client.chat.completions.create(messages=asked(prompt), **options)
+                return "".join(part.choices[0].delta.content or "" for part in parts)
+
+            assert list(clients.map(streamed, prompts)) == expected
 
 
 def test_generate_batch(folder):

@@ -46,9 +46,10 @@ class CapturedStep:
 
     Attributes:
         is_steady: whether the last call takes as long again: none of its forwards was captured.
+        captures_many: whether forwards of more than `FEW_TOKENS` may be captured, which keeps all sequences waiting.
     """
 
-    is_steady = True
+    is_steady, captures_many = True, True
 
     def __init__(self, pages: RequestPages, forward: Callable, is_capturable: bool, most_bytes: int):
         self.pages, self.forward, self.is_capturable, self.most_bytes = pages, forward, is_capturable, most_bytes
@@ -72,6 +73,22 @@ class CapturedStep:
         results = [[tensor.clone() for tensor in self._run(*part)] for part in parts]
         return tuple(torch.cat(tensors) for tensors in zip(*results))
 
+    def warm_up(self) -> None:
+        """Captures the forwards of at most `FEW_TOKENS` tokens. Nothing is written into the pages.
+
+        Those with rings are captured as they come: each request that they know has one.
+        """
+        has_rings = any(group.rings is not None for group in self.pages.groups)
+        if not self.is_capturable or is_being_watched() or has_rings:
+            return
+        nobody = [NewTokens([], 0, [[]] * len(self.pages.groups))]
+        for width in (width for width in WIDTHS if width <= FEW_TOKENS):
+            for rows in sorted({min(width, rows) for rows in LOGITS}):
+                self.pages.fill(nobody, width)
+                self._index.zero_()
+                for _ in range(FEW_EAGER + 1):
+                    self._forward(width, rows)
+
     def _run(self, requests: list[NewTokens], index: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         count = sum(len(request.tokens) for request in requests)
         width = next(width for width in WIDTHS if width >= count)
@@ -90,7 +107,8 @@ class CapturedStep:
             self._captures[kind] = captured
             return captured.capture.replay(head)
         self._eager[kind] += 1
-        if self._eager[kind] <= (FEW_EAGER if width <= FEW_TOKENS else MANY_EAGER):
+        is_few = width <= FEW_TOKENS
+        if self._eager[kind] <= (FEW_EAGER if is_few else MANY_EAGER) or not (is_few or self.captures_many):
             return self._compute(width, rows, False)
         self.is_steady = False
         try:

@@ -1,0 +1,241 @@
+"""`transformers serve --continuous-batching`: each request is answered as it asks, and a client that leaves frees its
+pages at once. transformers' server makes one manager with what the first request asks for. Only for models whose
+attention is ours.
+"""
+
+import asyncio
+import copy
+import functools
+from contextvars import ContextVar
+
+from transformers import GenerationConfig
+from transformers.cli.serving import server, utils
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from hf_efficient.generation.stop_strings import CutText, StopStrings, cut
+from hf_efficient.integrations import transformers_paged_formats as paged_formats
+from hf_efficient.integrations import transformers_request_options as request_options
+from hf_efficient.integrations.transformers_request_options import OF_SAMPLING, STOPS
+
+
+FORGOTTEN_AFTER = 60  # seconds: no step takes longer, and after it nothing is delivered for a cancelled request
+# In a generation config, what a request may set here, and what changes no token of continuous batching
+_SERVED = {*OF_SAMPLING, STOPS, "max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "bos_token_id"}
+_SERVED |= {"use_cache", "cache_implementation", "transformers_version"}
+_OPENAI = {"repetition_penalty": "frequency_penalty", "sequence_bias": "logit_bias"}  # names that set it
+_ASKS_TO_SAMPLE = "_hf_efficient_asks_to_sample"  # attribute of a generation config
+_RECEIVE: ContextVar = ContextVar("receive", default=None)  # of the request that is being answered
+
+
+def register() -> None:
+    """Puts our methods in the place of the server's. Idempotent."""
+    manager, handler = utils.CBGenerateManager, utils.BaseHandler
+    if not hasattr(manager.init_cb, "_hf_efficient"):
+        handler._build_generation_config = _noting_what_samples(handler._build_generation_config)
+        manager.init_cb = _for_all_requests(manager.init_cb)
+        manager.generate_streaming = _streamed_as_asked(manager.generate_streaming)
+        manager.generate_non_streaming = _answered_as_asked(manager.generate_non_streaming)
+        utils.CBStreamer = _CutStreamer
+        server.build_server = _that_sees_clients_leave(server.build_server)
+
+
+def _noting_what_samples(original):
+    """The generation config of a request, with a note whether it names a temperature or `top_p`: transformers samples
+    only where the model's own config says so."""
+
+    @functools.wraps(original)
+    def _build_generation_config(self, body, *args, **kwargs):
+        config = original(self, body, *args, **kwargs)
+        setattr(config, _ASKS_TO_SAMPLE, any(body.get(name) is not None for name in ("temperature", "top_p")))
+        return config
+
+    return _build_generation_config
+
+
+def _for_all_requests(original):
+    """transformers' `init_cb`, whose manager has the model's own generation config, not that of the first request, and
+    the options of `hf-efficient serve`."""
+
+    @functools.wraps(original)
+    def init_cb(self, model, gen_config):
+        config = self._cb_config or ContinuousBatchingConfig()
+        if self._cb is None and request_options.becomes_ours(model, config.auto_switch_to_flash):
+            self._cb_config = paged_formats.ContinuousBatchingConfig(**paged_formats.served_with)
+            for name, value in vars(config).items():
+                setattr(self._cb_config, name, value)
+            self._cb_config.per_request_processors = True
+            gen_config = copy.deepcopy(model.generation_config)
+            gen_config.stop_strings = None
+        original(self, model, gen_config)
+
+    init_cb._hf_efficient = True
+    return init_cb
+
+
+def _streamed_as_asked(original):
+    @functools.wraps(original)
+    def generate_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
+        if self._cb is None or not request_options.is_ours(self._cb.model):
+            return original(self, model, processor, inputs, gen_config, *args, **kwargs)
+        with _Refusals(), request_options.giving(_asked(self._cb.model, gen_config, processor)):
+            queue, streamer = original(self, model, processor, inputs, gen_config, *args, **kwargs)
+        streamer.generation_config = gen_config
+        return queue, streamer
+
+    return generate_streaming
+
+
+def _answered_as_asked(original):
+    @functools.wraps(original)
+    async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
+        arguments = self, model, processor, inputs, gen_config, request_id
+        if self._cb is None or not request_options.is_ours(self._cb.model):
+            return await original(*arguments)
+        with _Refusals():
+            options = _asked(self._cb.model, gen_config, processor)
+            with request_options.giving(options):
+                text, prompt_tokens, tokens = await _unless_gone(original(*arguments), self._cb, request_id)
+        if STOPS in options:
+            is_parsed = utils.get_response_template(processor, model) is not None  # with its special tokens
+            tokens, is_cut = cut(tokens, options[STOPS], _tokenizer_of(processor), is_parsed)
+            if is_cut:
+                text = processor.decode(tokens, skip_special_tokens=True)
+                _end_by_stop(gen_config)
+        return text, prompt_tokens, tokens
+
+    return generate_non_streaming
+
+
+def _asked(model, config, processor) -> dict:
+    """The options of a request whose generation config the server has made, all of them: nothing is left to the
+    manager's.
+
+    Raises ValueError for what it asks for in vain.
+    """
+    neutral = GenerationConfig._get_default_generation_params()
+    for name, value in vars(config).items():
+        is_given = value and value != neutral.get(name) and value != getattr(model.generation_config, name, None)
+        if is_given and name not in _SERVED and not name.startswith("_"):
+            known = f"{_OPENAI[name]} ({name})" if name in _OPENAI else name
+            raise ValueError(f"{known} is not supported in continuous batching, and the request asks for it")
+    options = {"do_sample": config.temperature != 0 and bool(getattr(config, _ASKS_TO_SAMPLE) or config.do_sample)}
+    if options["do_sample"]:
+        options |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        given = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p")}
+        options |= {name: value for name, value in given.items() if value is not None}
+    if config.stop_strings:
+        options[STOPS] = StopStrings(config.stop_strings, _tokenizer_of(processor), of_answer=True)
+    return options
+
+
+class _Refusals:
+    """A context in which a ValueError is the client's, and answered with status 400."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if isinstance(error, ValueError):
+            from fastapi import HTTPException
+
+            raise HTTPException(400, str(error)) from error
+
+
+class _CutStreamer(utils.CBStreamer):
+    """transformers', whose text ends where a stop string begins, and which forgets a request that is cancelled.
+
+    Attributes:
+        generation_config: of the request.
+    """
+
+    generation_config = None
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._stops = request_options.given().get(STOPS)
+        if self._stops is not None:
+            self._decode_stream = CutText(self._decode_stream, self._stops)
+
+    def end(self) -> None:
+        """As transformers', after the text that was held back."""
+        if self._stops is not None:
+            if text := self._decode_stream.rest():
+                parts = [text]
+                if self._parser is not None:
+                    parts = utils.response_events_to_chunks(self._parser.feed(text))
+                for part in parts:
+                    self._queue.put_nowait(part)
+            if self._decode_stream.is_cut:
+                _end_by_stop(self.generation_config)
+        super().end()
+
+    def cancel(self) -> None:
+        _cancel(self._cb, self._request_id, self._loop)
+
+
+def _end_by_stop(config) -> None:
+    """The handlers say "length" where as many tokens came as `config` allows, also where a stop string ended them."""
+    config.max_new_tokens = None
+
+
+def _tokenizer_of(processor):
+    return getattr(processor, "tokenizer", processor)
+
+
+def _cancel(manager, request_id: str, loop) -> None:
+    """Cancels a request. What is still delivered for it goes nowhere, and its handler, which transformers keeps until
+    a request is finished, is dropped."""
+    router = manager.output_router
+    with router._lock:
+        router.result_handlers[request_id] = (lambda output: None), loop
+    manager.cancel_request(request_id)
+    loop.call_later(FORGOTTEN_AFTER, router.result_handlers.pop, request_id, None)
+
+
+async def _unless_gone(answer, manager, request_id: str):
+    """What `answer` returns. The request is cancelled where its client leaves before.
+
+    Raises fastapi's HTTPException then, whose answer nobody reads.
+    """
+    receive = _RECEIVE.get()
+    answered = asyncio.ensure_future(answer)
+    tasks = [answered] if receive is None else [answered, asyncio.ensure_future(_disconnected(receive))]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if answered.done():
+            return answered.result()
+        from fastapi import HTTPException
+
+        raise HTTPException(499, "the client closed the connection")
+    finally:
+        if not answered.done() or answered.exception() is not None:
+            _cancel(manager, request_id, asyncio.get_running_loop())
+        for task in tasks:
+            task.cancel()
+
+
+async def _disconnected(receive) -> None:
+    """Returns when the client is gone. Its body has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _that_sees_clients_leave(original):
+    @functools.wraps(original)
+    def build_server(*args, **kwargs):
+        app = original(*args, **kwargs)
+        app.add_middleware(_Receiving)
+        return app
+
+    return build_server
+
+
+class _Receiving:
+    """Hands the connection of a request on to who answers it."""
+
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        _RECEIVE.set(receive)
+        await self.app(scope, receive, send)

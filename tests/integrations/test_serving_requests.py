@@ -1,0 +1,232 @@
+"""transformers' server on our attention, in this process: each request is answered as it asks, with the text that
+`generate()` gives, and a client that leaves frees its pages. With drafts and without."""
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from helpers import byte_level_tokenizer, needs_transformers, tiny_model
+from test_serving import ask, free_port, needs_serving
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_efficient import WeightOnlyConfig
+from hf_efficient.generation.replay.captured_step import CapturedStep
+from hf_efficient.integrations import transformers_paged_formats
+from hf_efficient.kernels.replay.recorder import interpreter
+
+
+pytestmark = [
+    needs_serving,
+    needs_transformers("5.19", "options of requests in continuous batching"),
+    pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512"),
+]
+PROMPTS = ["The river runs", "the quick", "a b a b a b", "What is\n\n"]
+NEW_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model of int4 weights."""
+    folder = tmp_path_factory.mktemp("requests")
+    tiny_model("llama", eos_token_id=None, max_position_embeddings=1024).save_pretrained(folder / "tiny")
+    config = WeightOnlyConfig(bits=4, group_size=32)
+    AutoModelForCausalLM.from_pretrained(folder / "tiny", quantization_config=config).save_pretrained(folder / "small")
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder / "small")
+    return folder / "small"
+
+
+@pytest.fixture(scope="module")
+def answers(folder):
+    """What `generate()` writes after each prompt."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    found = {}
+    for prompt in PROMPTS:
+        ids = torch.tensor([tokenizer.encode(prompt)])
+        options = dict(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+        found[prompt] = tokenizer.decode(model.generate(ids, **options)[0, ids.shape[1] :], skip_special_tokens=True)
+    return found
+
+
+class Asked:
+    """A server in this process, and OpenAI's client of it."""
+
+    def __init__(self, folder):
+        import openai
+        from transformers.cli.serve import Serve
+
+        port = free_port()
+        self.model = str(folder)
+        self.server = Serve(
+            self.model, continuous_batching=True, attn_implementation="hf-efficient/flash_paged_2", device="cpu",
+            cb_num_blocks=64, host="127.0.0.1", port=port, non_blocking=True,
+        )  # fmt: skip
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
+        for _ in range(200):
+            try:
+                ask(port, "/health")
+                break
+            except OSError:
+                time.sleep(0.05)
+
+    @property
+    def manager(self):
+        return self.server._generation_state._cb_manager._cb
+
+    def blocks(self) -> int:
+        """In use."""
+        allocators = self.manager.batch_processor.cache.cache_allocators.values()
+        return sum(len(table) for allocator in allocators for table in allocator.block_table.values())
+
+    def chat(self, prompt, client=None, **options):
+        messages = [{"role": "user", "content": prompt}]
+        options = {"max_tokens": NEW_TOKENS, "temperature": 0.0, "model": self.model} | options
+        return (client or self.client).chat.completions.create(messages=messages, **options)
+
+    def text(self, prompt, **options):
+        """(text, why it ended), from a stream where the options say so."""
+        answer = self.chat(prompt, **options)
+        if not options.get("stream"):
+            return answer.choices[0].message.content, answer.choices[0].finish_reason
+        parts = [part.choices[0] for part in answer]
+        return "".join(part.delta.content or "" for part in parts), parts[-1].finish_reason
+
+
+@pytest.fixture(scope="module", params=[{}, {"prompt_lookup_num_tokens": 4}], ids=["plain", "drafts"])
+def asked(folder, request):
+    from transformers.cli.serving import server  # noqa: F401: with it comes ours
+
+    from hf_efficient.integrations import transformers_serving
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers_paged_formats, "served_with", request.param)
+        patch.setattr(transformers_serving, "FORGOTTEN_AFTER", 0.5)
+        asked = Asked(folder)
+        yield asked
+        asked.server.kill_server()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_after_others_is_answered_as_it_asks(asked, answers, stream):
+    """Greedy before, beside and after requests that sample, each in its own way."""
+    prompt = PROMPTS[0]
+    assert asked.text(prompt, stream=stream) == (answers[prompt], "length")
+    with ThreadPoolExecutor(8) as clients:
+        options = [dict(temperature=2.0), dict(temperature=0.0)] * 4
+        mixed = list(clients.map(lambda own: asked.text(prompt, stream=stream, **own)[0], options))
+    assert mixed[1::2] == [answers[prompt]] * 4 and len(set(mixed[::2])) > 1
+    assert len({asked.text(prompt, stream=stream, temperature=2.0)[0] for _ in range(4)}) > 1
+    few = {asked.text(prompt, stream=stream, temperature=2.0, top_p=1e-6)[0] for _ in range(4)}
+    assert few == {answers[prompt]}  # the best token alone is left
+    config = json.dumps({"do_sample": True, "top_k": 1, "max_new_tokens": NEW_TOKENS})
+    extra = {"generation_config": config}
+    assert asked.text(prompt, stream=stream, temperature=3.0, extra_body=extra)[0] == answers[prompt]
+    assert asked.text(prompt, stream=stream)[0] == answers[prompt]
+    assert asked.manager.continuous_batching_config.prompt_lookup_num_tokens in (None, 4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_an_answer_is_cut_at_its_stop_string(asked, answers, prompt, stream):
+    """Where it begins, wherever tokens begin. What only looks like its beginning stays."""
+    whole = answers[prompt]
+    for at in range(1, len(whole) - 3, 3):
+        stop = whole[at : at + 3]
+        expected = whole[: whole.index(stop)], "stop"
+        assert asked.text(prompt, stream=stream, stop=[stop, "never"]) == expected
+        tokens = {"max_tokens": NEW_TOKENS, "extra_body": {"generation_config": json.dumps({"stop_strings": [stop]})}}
+        assert asked.text(prompt, stream=stream, **tokens) == expected
+    end = whole[-2:]
+    cut = whole[: whole.index(end)]
+    assert asked.text(prompt, stream=stream, stop=end) == (cut, "stop")
+    assert asked.text(prompt, stream=stream, stop=end + "never") == (whole, "length")
+    assert asked.blocks() == 0
+
+
+def test_a_prompt_holds_no_stop_string(asked, answers):
+    """Only what is written counts, as OpenAI has it."""
+    prompt = PROMPTS[3]
+    assert asked.text(prompt, stop=["\n" + answers[prompt][0]]) == (answers[prompt], "length")
+    answer = asked.client.completions.create(model=asked.model, prompt=prompt, max_tokens=NEW_TOKENS, temperature=0.0)
+    assert answer.choices[0].text == answers[prompt]
+    stop = answers[prompt][2:5]
+    options = dict(model=asked.model, prompt=prompt, max_tokens=NEW_TOKENS, temperature=0.0, stop=stop)
+    answer = asked.client.completions.create(**options)
+    expected = answers[prompt][: answers[prompt].index(stop)]
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected, "stop")
+    parts = [part.choices[0] for part in asked.client.completions.create(**options, stream=True)]
+    assert ("".join(part.text for part in parts), parts[-1].finish_reason) == (expected, "stop")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(frequency_penalty=1.0), "frequency_penalty (repetition_penalty) is not supported"),
+        (dict(logit_bias={"5": 2}), "logit_bias (sequence_bias) is not supported"),
+        (dict(extra_body={"generation_config": '{"min_p": 0.5}'}), "min_p is not supported"),
+        (dict(temperature=-1.0), "temperature=-1.0: must be a number greater than 0"),
+        (dict(temperature=1.0, top_p=2.0), "top_p=2.0: must be"),
+        (dict(stop=["a", ""]), "none of them empty"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_asked_for_in_vain_is_refused_by_name(asked, answers, options, message, stream):
+    import openai
+
+    with pytest.raises(openai.BadRequestError) as refused:
+        asked.chat(PROMPTS[0], stream=stream, **options)
+    assert message in str(refused.value.body)
+    assert asked.text(PROMPTS[0], frequency_penalty=0.0, logit_bias={})[0] == answers[PROMPTS[0]]
+    assert asked.blocks() == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_pages(asked, stream, monkeypatch):
+    """At once: its answer would take half a minute. Nor is its handler kept."""
+    import openai
+
+    asked.text(PROMPTS[0])
+    original = CapturedStep.__call__
+    monkeypatch.setattr(CapturedStep, "__call__", lambda self, *args: time.sleep(0.05) or original(self, *args))
+    options = dict(max_tokens=600, temperature=1.0)
+    if stream:
+        answer = asked.chat(PROMPTS[1], stream=True, **options)
+        next(part for part in answer if part.choices[0].delta.content)
+        assert asked.blocks() > 0
+        answer.close()
+    else:
+        hasty = asked.client.with_options(timeout=1.0)
+        with pytest.raises(openai.APITimeoutError):
+            asked.chat(PROMPTS[1], client=hasty, **options)
+    start = time.monotonic()
+    while asked.blocks() or asked.manager.batch_processor.has_pending_requests():
+        time.sleep(0.02)
+        assert time.monotonic() - start < 5
+    time.sleep(1.0)
+    assert asked.manager.output_router.result_handlers == {} and asked.manager.output_router.output_queue.empty()
+
+
+def test_models_with_other_attention_stay_transformers(folder):
+    """Nobody asked for this package: what reaches their manager is what transformers' server hands on."""
+    from transformers.cli.serving import utils
+
+    model, seen = tiny_model("llama", eos_token_id=2), []
+    manager = utils.CBGenerateManager()
+    manager.init_cb(model, model.generation_config)
+    try:
+        assert not manager._cb.continuous_batching_config.per_request_processors
+        manager._cb.add_request = lambda *args, **kwargs: seen.append(kwargs) or "name"
+        import asyncio
+
+        async def ask():
+            config = model.generation_config
+            config.temperature, config.stop_strings = 0.5, ["a"]
+            manager.generate_streaming(model, byte_level_tokenizer(), {"input_ids": [5, 6]}, config, "name")
+
+        asyncio.run(ask())
+    finally:
+        manager.stop()
+    assert set(seen[0]) == {"request_id", "streaming", "max_new_tokens", "eos_token_id"}
