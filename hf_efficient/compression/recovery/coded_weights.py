@@ -14,6 +14,7 @@ from hf_efficient.formats.ternary import TernaryFormat
 from hf_efficient.formats.trellis import TrellisFormat
 
 
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # codes of these have no operators
 SCALE_RATE = 2.0  # learning rate of the logarithm of a scale, in units of the weights' rate
 
 
@@ -55,7 +56,7 @@ class CodedWeight(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
         columns_kept = tensors.get("outlier_columns")
         self.register_buffer("kept", None if columns_kept is None else columns_kept.long(), persistent=False)
-        is_float8 = codes.dtype.is_floating_point
+        is_float8 = codes.dtype in FLOAT8
         codes = self.blocks.split(codes.view(torch.uint8)).view(codes.dtype) if is_float8 else self.blocks.split(codes)
         spread = Blocks.scale(scale)
         if isinstance(self.grid, StepGrid):
@@ -115,9 +116,9 @@ class CodedWeight(nn.Module):
         scale = scale.to(dtypes["scale"])
         if isinstance(self.format, MaskedFormat):
             return self.format.pack_affine(codes.to(torch.uint8), scale, self.start.get("zero_point"), self.mask)
-        if not codes.dtype.is_floating_point and dtypes["qweight"] is torch.int8:
+        if codes.dtype not in FLOAT8 and dtypes["qweight"] is torch.int8:
             codes = codes.to(torch.int8)
-        elif not codes.dtype.is_floating_point:
+        elif codes.dtype not in FLOAT8:
             codes = codes.to(torch.uint8)
         if self.kept is not None:
             codes = _cleared(codes, self.kept)
@@ -131,7 +132,7 @@ class CodedWeight(nn.Module):
         """The nearest codes [N, K]."""
         x = _divided(self.blocks.split(self.weight.detach()), Blocks.scale(self.stored_scale()))
         codes = self.grid.nearest(x)
-        if codes.dtype.is_floating_point:  # has no operators
+        if codes.dtype in FLOAT8:
             return self.blocks.join(codes.view(torch.uint8)).view(codes.dtype)
         return self.blocks.join(codes)
 
@@ -254,6 +255,6 @@ def _divided(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def _cleared(codes: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """`codes` with 0 in `columns`."""
-    if codes.dtype.is_floating_point:
+    if codes.dtype in FLOAT8:
         return codes.view(torch.uint8).index_fill(1, columns, 0).view(codes.dtype)
     return codes.index_fill(1, columns, 0)
