@@ -97,7 +97,6 @@ class Asked:
 
 @pytest.fixture(scope="module", params=[{}, {"prompt_lookup_num_tokens": 4}], ids=["plain", "drafts"])
 def asked(folder, request):
-    from transformers.cli.serving import server  # noqa: F401: with it comes ours
 
     from hf_efficient.integrations import transformers_serving
 
