@@ -236,7 +236,7 @@ class BatchedRunner(ModelRunner):
         step = self._forwards.of(model, all(growing))
         step.captures_many = not (ios.has_budget and any(growing))
         if is_first and ios.has_budget:
-            step.warm_up()
+            step.warm_up(ios.cache.num_blocks)
         start = perf_counter()
         logits, best = step(*ios.batch)
         if step.is_steady:

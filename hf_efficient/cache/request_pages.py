@@ -94,6 +94,12 @@ class RequestPages:
         self.tables = [torch.zeros(self.most_tokens, blocks, dtype=torch.int32) for _ in self.groups]
         self._filled = [[[]] * self.most_tokens for _ in self.groups]  # the blocks that each row of a table holds
 
+    def make_room(self, blocks: int) -> None:
+        """Lets a request have so many blocks. Where it could not before, `version` changes."""
+        if blocks > self.tables[0].shape[1]:
+            self._make_tables(1 << (blocks - 1).bit_length())
+            self._replaced += 1
+
     def takes(self, past: int, count: int) -> bool:
         """Whether one forward takes `count` new tokens of a request with `past` tokens: in a ring, several new ones
         would overwrite what the first of them see."""
@@ -104,9 +110,7 @@ class RequestPages:
         of_requests, pasts, tables, names, dropped = zip(*requests)
         tables, counts = [*zip(*tables)], [*map(len, of_requests)]
         longest = max(len(table) for of_group in tables for table in of_group)
-        if longest > self.tables[0].shape[1]:
-            self._make_tables(1 << (longest - 1).bit_length())
-            self._replaced += 1
+        self.make_room(longest)
         ends = [*accumulate(counts)]
         count, rows, self.width = ends[-1], len(requests), width
         positions = [*map(add, pasts, dropped)]

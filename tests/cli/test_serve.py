@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_refused_with_the_plan(folder, started, capsys, mon
         (["--port", "70000"], "--port 70000: must be 1 to 65535"),
         (["--prompt-lookup", "0"], "--prompt-lookup 0: must be an integer of at least 1"),
         (["--max-ms-between-tokens", "-5"], "--max-ms-between-tokens -5.0: must be a number greater than 0"),
-        (["--draft-model", "no/folder/here/at/all"], "--draft-model"),
+        (["--draft-model", "no/folder/here/at/all"], "no/folder/here/at/all: no file, no folder"),
     ],
 )
 def test_bad_options(folder, started, words, message, capsys):

@@ -1,6 +1,7 @@
 """transformers' server on our attention, in this process: each request is answered as it asks, with the text that
 `generate()` gives, and a client that leaves frees its pages. With drafts and without."""
 
+import importlib
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -97,8 +98,7 @@ class Asked:
 
 @pytest.fixture(scope="module", params=[{}, {"prompt_lookup_num_tokens": 4}], ids=["plain", "drafts"])
 def asked(folder, request):
-    import transformers.cli.serving.server  # noqa: F401  with it comes ours
-
+    importlib.import_module("transformers.cli.serving.server")  # ours comes with it
     from hf_efficient.integrations import transformers_serving
 
     with pytest.MonkeyPatch.context() as patch:

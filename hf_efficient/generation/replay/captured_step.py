@@ -27,6 +27,7 @@ LOGITS = (32, 64, 128, 256, 512)
 # eagerly more often before they are captured.
 FEW_TOKENS, FEW_EAGER, MANY_EAGER = 64, 1, 8
 REST = 4  # a kind whose capture made room for others runs eagerly that many times more often each time
+MOST_BLOCKS = 4096  # of a request, for which tables have room after a warm-up: 8 MB for each group of layers
 
 
 class _Captured(NamedTuple):
@@ -73,14 +74,16 @@ class CapturedStep:
         results = [[tensor.clone() for tensor in self._run(*part)] for part in parts]
         return tuple(torch.cat(tensors) for tensors in zip(*results))
 
-    def warm_up(self) -> None:
-        """Captures the forwards of at most `FEW_TOKENS` tokens. Nothing is written into the pages.
+    def warm_up(self, blocks: int) -> None:
+        """Captures the forwards of at most `FEW_TOKENS` tokens of requests that have at most `blocks`, and
+        `MOST_BLOCKS`, in each group. Nothing is written into the pages.
 
         Those with rings are captured as they come: each request that they know has one.
         """
         has_rings = any(group.rings is not None for group in self.pages.groups)
         if not self.is_capturable or is_being_watched() or has_rings:
             return
+        self.pages.make_room(min(blocks, MOST_BLOCKS))
         nobody = [NewTokens([], 0, [[]] * len(self.pages.groups))]
         for width in (width for width in WIDTHS if width <= FEW_TOKENS):
             for rows in sorted({min(width, rows) for rows in LOGITS}):
