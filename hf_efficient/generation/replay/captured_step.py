@@ -90,7 +90,7 @@ class CapturedStep:
                 self.pages.fill(nobody, width)
                 self._index.zero_()
                 for _ in range(FEW_EAGER + 1):
-                    self._forward(width, rows)
+                    self._forward(width, rows, True)
 
     def _run(self, requests: list[NewTokens], index: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         count = sum(len(request.tokens) for request in requests)
