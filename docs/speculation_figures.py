@@ -67,12 +67,8 @@ def goals() -> str:
         ("long prompts, prompt lookup, whole call", 2.5, best("long", 1, whole, lookup)),
         ("chat, one prompt, the better of both heads", 1.4, best("chat", 1, whole, heads)),
         ("chat, eight prompts, the slowest drafter", 1.0, best("chat", 8, whole, tuple(WAYS), min)),
-        ("whisper-medium, eight sources, assisted by plain, without the prompt", 1.5, medium["assisted_over_native"]),
-        (
-            "whisper-medium, eight sources, plain by transformers, without the prompt",
-            2.0,
-            medium["native_over_transformers"],
-        ),
+        (f"{sources}, assisted by plain", 1.5, medium["assisted_over_native"]),
+        (f"{sources}, plain by transformers", 2.0, medium["native_over_transformers"]),
     ]
     lines = [[goal, f"{least:.1f}", f"{value:.2f}"] for goal, least, value in rows if value is not None]
     return markdown("Goal | at least | measured", "lrr", lines)
