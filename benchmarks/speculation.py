@@ -333,11 +333,12 @@ def main() -> None:
     parser.add_argument("--heads", type=Path, help="folder of draft heads trained for the model")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--ways", nargs="+", help="only these ways to generate; all by default")
-    parser.add_argument("--calls", type=int, help="so many calls of each way, each after a plain one")
+    calls = dict(type=int, choices=range(2, 1001), metavar="N")
+    parser.add_argument("--calls", **calls, help="so many calls of each way, each after a plain one; 2 to 1,000")
     parser.add_argument("--output", type=Path, help="by default benchmarks/results/speculation_cpu[_int4].json")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    repeats = 1 if options.quick else options.calls or options.repeats
+    repeats = options.calls or (1 if options.quick else options.repeats)
     output = options.output or harness.RESULTS / f"speculation_cpu{'_int4' if options.bits == 4 else ''}.json"
     settings = {"bits": options.bits}
     about = environment.describe()
