@@ -2,7 +2,7 @@
 (summarise, rewrite, edit code) and on open chat. Writes benchmarks/results/speculation_cpu.json.
 
     python benchmarks/speculation.py [--quick] [--bits 4] [--threads 2] [--repeats 5] [--prompts 8] [--heads FOLDER]
-        [--parts copying-1 copying-8 long-1 chat-1 chat-8] [--ways NAME ...] [--output FILE]
+        [--parts copying-1 copying-8 long-1 chat-1 chat-8] [--ways NAME ...] [--calls N] [--output FILE]
 
 Prompts: the copying ones, and those of about 2,048 tokens (`long`), were chosen by the answers of plain decoding,
 before anything was timed: at least half of the tokens of each answer stand in the prompt within 8 tokens in a row
@@ -37,7 +37,12 @@ measurement: Llama-3.1-8B in bfloat16, with the acceptance and the drafts of thi
 whose products take as long as reading the weights, by the data sheet; drafters on the host take their seconds of here,
 heads and models their share c. `speedup` is tokens per step by v + c.
 
-With --parts and --ways the other records stay in the file, if they are of the same commit, model and prompts.
+With --parts and --ways the other records stay in the file, if they are of the same commit and weights. Each says with
+which `command` it was made, and of how many `texts`.
+
+With --calls N there are N repeats, and `calls` says of each what a call gained: the seconds of the plain call before it
+by its own, their median and quartiles, and what all of them together gained. No drafter should take longer than none
+over 20 calls.
 """
 
 import copy
@@ -224,6 +229,7 @@ def record(kind: str, size: int, name: str, measured: dict, right: str, batches:
         "batch": size,
         "way": name,
         "repeats": len(seconds),
+        "texts": len(rows),
         "tokens_per_s": {"median": tokens / median, "min": tokens / max(sums), "max": tokens / min(sums)},
         "identical": f"{sum(a == b for a, b in zip(rows, expected))} of {len(rows)}",
     }
@@ -242,6 +248,14 @@ def record(kind: str, size: int, name: str, measured: dict, right: str, batches:
             inside_or_draft = sum(map(sum, inside)) + spent["draft_seconds"]
             line["host_share"] = 1 - inside_or_draft / sum(spent.values())
     return line
+
+
+def gains_of_calls(plain: list[list[float]], seconds: list[list[float]]) -> dict:
+    """Of seconds [repeats][batches] without a drafter and with one."""
+    ratios = [before / own for befores, owns in zip(plain, seconds) for before, own in zip(befores, owns)]
+    together = sum(map(sum, plain)) / sum(map(sum, seconds))
+    middle = {"median": statistics.median(ratios), "quartiles": harness.quartiles(ratios)}
+    return {"count": len(ratios), **middle, "together": together}
 
 
 def goals(lines: list[dict]) -> list[tuple]:
@@ -319,12 +333,14 @@ def main() -> None:
     parser.add_argument("--heads", type=Path, help="folder of draft heads trained for the model")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--ways", nargs="+", help="only these ways to generate; all by default")
+    calls = dict(type=int, choices=range(2, 1001), metavar="N")
+    parser.add_argument("--calls", **calls, help="so many calls of each way, each after a plain one; 2 to 1,000")
     parser.add_argument("--output", type=Path, help="by default benchmarks/results/speculation_cpu[_int4].json")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    repeats = 1 if options.quick else options.repeats
+    repeats = options.calls or (1 if options.quick else options.repeats)
     output = options.output or harness.RESULTS / f"speculation_cpu{'_int4' if options.bits == 4 else ''}.json"
-    settings = {"bits": options.bits, "prompts_at_batch_1": options.prompts}
+    settings = {"bits": options.bits}
     about = environment.describe()
     tokenizer = harness.tokenizer(padding_side="left")
     found, noted = ways_to_generate(options.heads, options.bits)
@@ -339,7 +355,8 @@ def main() -> None:
         template = dict(add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True)
         chats = chats[-3:] if options.quick else chats
         size = 1 if size == "1" else len(chats)
-        groups = [[chat] for chat in chats[:: max(1, len(chats) // options.prompts)]] if size == 1 else [chats]
+        apart = chats[:: max(1, len(chats) // options.prompts)][: options.prompts]
+        groups = [[chat] for chat in apart] if size == 1 else [chats]
         batches = [dict(tokenizer.apply_chat_template(group, **template)) for group in groups]
         ways = {name: way for name, way in found.items() if way[1] >= size}
         measured = measure(ways, noted, batches, new, repeats, 1 if options.quick else WARM_UPS)
@@ -350,6 +367,9 @@ def main() -> None:
         for line in some:
             plain = [name for name in ("generate", "transformers") if name in speed]
             line["ratio"] = {name: speed[line["way"]] / speed[name] for name in plain}
+            line["command"] = about["command"]
+            if options.calls:
+                line["calls"] = gains_of_calls(measured["generate"][0], measured[line["way"]][0])
             if "decoded_tokens_per_s" in line:
                 line["decoding_ratio"] = line["decoded_tokens_per_s"] / decoded
                 add_model(line, next(each for each in some if each["way"] == "generate"))

@@ -12,6 +12,7 @@ PROMPTS = {
 }
 WAYS = {
     "prompt_lookup": "`PromptLookup(32)`",
+    "token_recycling": "`TokenRecycling()`",
     "both": "`BestOf(PromptLookup(32), TokenRecycling())`",
     "assistant": "the model itself in 4 bits",
     "heads": "`DraftHeads`",
@@ -28,9 +29,9 @@ def speculation() -> str:
             if (record["prompts"], record["batch"]) == key and record["way"] in WAYS:
                 values = record["ratio"]["generate"], record["decoding_ratio"], record["tokens_per_step"]
                 values = *values, record["v"], record["c"], record["h200"]["speedup"]
-                rows.append([prompts, WAYS[record["way"]], *(f"{value:.2f}" for value in values)])
-    header = "Prompts | Drafter | whole call | without the prompt | tokens per step | v | c | modelled H200"
-    return markdown(header, "llrrrrrr", rows) + "\n\n" + machine("speculation_cpu")
+                rows.append([prompts, WAYS[record["way"]], record["identical"], *(f"{value:.2f}" for value in values)])
+    header = "Prompts | Drafter | identical | whole call | without the prompt | tokens per step | v | c | modelled H200"
+    return markdown(header, "llrrrrrrr", rows) + "\n\n" + machine("speculation_cpu")
 
 
 def assisted() -> str:
@@ -40,10 +41,13 @@ def assisted() -> str:
         median = {name: values["median"] for name, values in record["decoding_ms"].items()}
         name = f"whisper-{record['shape']}, {record['dtype']}"
         values = median["transformers"], median["native"], median[record["best"]]
-        ratios = record["native_over_transformers"], record["assisted_over_native"]
-        rows.append([name, *(f"{value:.1f}" for value in values), *(f"{ratio:.2f}" for ratio in ratios)])
-    header = "Decoder | transformers, ms a token | plain, ms | assisted, ms | plain, times faster | assisted by plain"
-    return markdown(header, "lrrrrr", rows)
+        seconds = {way: values["median"] for way, values in record["call_seconds"].items()}
+        whole = seconds["native"] / seconds[record["best"]]
+        ratios = record["native_over_transformers"], record["assisted_over_native"], whole
+        numbers = *(f"{value:.1f}" for value in values), *(f"{ratio:.2f}" for ratio in ratios)
+        rows.append([name, str(record["repeats"]), *numbers])
+    header = "Decoder | runs | transformers, ms a token | plain, ms | assisted, ms | plain, times faster"
+    return markdown(f"{header} | assisted by plain | whole call", "lrrrrrrr", rows)
 
 
 def goals() -> str:
@@ -56,14 +60,15 @@ def goals() -> str:
 
     whole, decoding = lambda line: line["ratio"]["generate"], lambda line: line["decoding_ratio"]
     lookup, heads, medium = ("prompt_lookup",), ("heads", "heads int8"), whisper["medium, bfloat16"]
+    sources = "whisper-medium, eight sources, without the prompt"
     rows = [
         ("copying, eight prompts at once, whole call", 2.0, best("copying", 8, whole, lookup)),
         ("long prompts, prompt lookup, without the prompt", 2.5, best("long", 1, decoding, lookup)),
         ("long prompts, prompt lookup, whole call", 2.5, best("long", 1, whole, lookup)),
         ("chat, one prompt, the better of both heads", 1.4, best("chat", 1, whole, heads)),
         ("chat, eight prompts, the slowest drafter", 1.0, best("chat", 8, whole, tuple(WAYS), min)),
-        ("whisper-medium, eight sources, assisted by plain", 1.5, medium["assisted_over_native"]),
-        ("whisper-medium, eight sources, plain by transformers", 2.0, medium["native_over_transformers"]),
+        (f"{sources}, assisted by plain", 1.5, medium["assisted_over_native"]),
+        (f"{sources}, plain by transformers", 2.0, medium["native_over_transformers"]),
     ]
     lines = [[goal, f"{least:.1f}", f"{value:.2f}"] for goal, least, value in rows if value is not None]
     return markdown("Goal | at least | measured", "lrr", lines)

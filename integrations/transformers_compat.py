@@ -162,6 +162,7 @@ INSIDES: tuple[Inside, ...] = (
     *_of(_LOOP, "models.qwen2_5_vl.modeling_qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
     *_of(_LOOP, "models.qwen2_vl.modeling_qwen2_vl", "Qwen2VLForConditionalGeneration"),
     *_of(_LOOP, "models.voxtral.modeling_voxtral", "VoxtralForConditionalGeneration"),
+    *_of(_LOOP, "models.bamba.modeling_bamba", "BambaForCausalLM"),
     *_of(_LOOP, "models.falcon_h1.modeling_falcon_h1", "FalconH1ForCausalLM"),
     *_of(_LOOP, "models.falcon_mamba.modeling_falcon_mamba", "FalconMambaForCausalLM"),
     *_of(_LOOP, "models.jamba.modeling_jamba", "JambaForCausalLM"),

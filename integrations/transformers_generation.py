@@ -1,6 +1,7 @@
 """transformers' `generate()`: a loaded model gets speculation at any batch size, and the native loop."""
 
 import copy
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, wraps
 
@@ -9,7 +10,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
 from hf_efficient.generation import decode, model_state, served
-from hf_efficient.generation.model_traits import check_ragged, has_states
+from hf_efficient.generation.model_traits import check_ragged, has_states, kind_of_encoder_decoder
 from hf_efficient.generation.output import without_statistics
 from hf_efficient.generation.replay.captured_forward import DTYPES
 from hf_efficient.generation.request import GenerationRequest
@@ -18,6 +19,8 @@ from hf_efficient.kernels.native.openmp import release_threads
 
 
 logger = logging.get_logger(__name__)
+# What a running `generate()` drafts with, where the model's own `generate()` is not to see it.
+_DRAFT = ContextVar("draft", default=None)
 
 
 def _gives_threads_back(loop):
@@ -51,7 +54,23 @@ class SpeculativeGenerationMixin:
     one, that and DFlash drafting by a model remain transformers' own.
     """
 
+    @wraps(GenerationMixin.generate)
+    def generate(self, *args, **kwargs):
+        # Whisper's takes models alone, and leaves out processors beside them
+        passes = self._passes_by(kwargs.get("assistant_model"))
+        token = _DRAFT.set(kwargs.pop("assistant_model", None) if passes else None)
+        try:
+            return super().generate(*args, **kwargs)
+        finally:
+            _DRAFT.reset(token)
+
+    def _passes_by(self, draft) -> bool:
+        """Whether a `generate()` of the model's own, which calls transformers', is not given what to draft with."""
+        return kind_of_encoder_decoder(self) == "whisper"
+
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        if (draft := _DRAFT.get()) is not None:
+            generation_mode_kwargs = {**generation_mode_kwargs, "assistant_model": draft}
         speculation = chosen(generation_mode_kwargs.get("assistant_model"), generation_config, self)
         kwargs = {name: value for name, value in generation_mode_kwargs.items() if name != "assistant_model"}
         if speculation is not None:
@@ -64,14 +83,16 @@ class SpeculativeGenerationMixin:
                 generation_mode = GenerationMode.SAMPLE
         super()._validate_generation_mode(generation_mode, generation_config, kwargs)
 
+    # `generate()` looks for `inputs_tensor` in the signature
     @_gives_threads_back
-    def _sample(self, *args, **kwargs):
+    def _sample(self, *args, inputs_tensor=None, **kwargs):
+        if (draft := _DRAFT.get()) is not None:
+            return self._assisted_decoding(*args, inputs_tensor=inputs_tensor, assistant_model=draft, **kwargs)
         request = GenerationRequest.of(self, *args, replaces_sample=True, **kwargs)
         if not served.serves(request):
             return super()._sample(*args, **kwargs)
         return decode.run(request, model_state.latest(self))
 
-    # `generate()` looks for `inputs_tensor` in the signature
     @_gives_threads_back
     def _assisted_decoding(
         self, *args, inputs_tensor=None, assistant_model=None, assistant_tokenizer=None, tokenizer=None, **kwargs
@@ -94,7 +115,7 @@ class SpeculativeGenerationMixin:
             )
         output = decode.run(request)
         # Whisper's own `generate()` takes apart what this returns, tensor by tensor
-        is_taken_apart = request.returns_dict and type(self).generate is not GenerationMixin.generate
+        is_taken_apart = request.returns_dict and super().generate.__func__ is not GenerationMixin.generate
         return without_statistics(output) if is_taken_apart else output
 
     def _is_left_to_transformers(self, request: GenerationRequest) -> bool:
@@ -114,6 +135,9 @@ class AutomaticGenerationMixin(SpeculativeGenerationMixin):
 
     def _is_left_to_transformers(self, request: GenerationRequest) -> bool:
         return served.refuses(request)
+
+    def _passes_by(self, draft) -> bool:
+        return super()._passes_by(draft) and not served.is_transformers_draft(draft)
 
 
 def enable_speculation(model: PreTrainedModel) -> PreTrainedModel:

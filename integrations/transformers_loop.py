@@ -25,6 +25,7 @@ READS_MEDIA = {
 # Models, by module, in which some layers have a recurrent state. Modules with a convolution read and write it: given
 # one token, they do what a step of `generate()` does.
 HAS_STATES = {
+    "transformers.models.bamba.modeling_bamba": "BambaForCausalLM",
     "transformers.models.falcon_h1.modeling_falcon_h1": "FalconH1ForCausalLM",
     "transformers.models.jamba.modeling_jamba": "JambaForCausalLM",
     "transformers.models.lfm2.modeling_lfm2": "Lfm2ForCausalLM",

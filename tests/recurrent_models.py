@@ -24,6 +24,13 @@ MODELS = {
             mamba_dt_rank=4, use_mamba_kernels=False,
         ),
     ),
+    "bamba": (
+        "BambaConfig",
+        dict(
+            attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=2,
+            mamba_chunk_size=8,
+        ),
+    ),
     "mamba": ("MambaConfig", dict(state_size=8, time_step_rank=4)),
     "falcon_mamba": ("FalconMambaConfig", dict(state_size=8, time_step_rank=4)),
     "mamba2": ("Mamba2Config", dict(state_size=8, num_heads=8, head_dim=16, n_groups=2, chunk_size=8)),

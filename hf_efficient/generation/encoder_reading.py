@@ -14,7 +14,13 @@ from torch import nn
 from hf_efficient.cache.encoder_decoder_cache import EncoderDecoderPagedCache
 from hf_efficient.cache.page_handle import no_mask
 from hf_efficient.cache.paged_cache import PagedCache
-from hf_efficient.generation.model_traits import decoder_of, has_distance_bias, masks_its_source, reads_encoder
+from hf_efficient.generation.model_traits import (
+    decoder_of,
+    has_distance_bias,
+    masks_its_source,
+    reads_encoder,
+    skips_padding,
+)
 from hf_efficient.generation.source import Source
 from hf_efficient.integrations.transformers_compat import cache_name
 from hf_efficient.integrations.transformers_loop import prefill
@@ -42,11 +48,13 @@ class EncoderReading:
         hold `encoder_outputs`, and `attention_mask` of the encoder where its input has padding."""
         self.extra, self.mask = {}, None
         self.source = Source(self.model, model_kwargs["encoder_outputs"], self._encoder_mask(model_kwargs))
-        lengths = source_lengths(self.model, self.source)
-        self.is_capturable = self.is_capturable and lengths is not None
+        lengths, mask = source_lengths(self.model, self.source), self._prompt_mask(model_kwargs)
+        bias_sees_padding = self._has_bias and mask is not None
+        self.is_capturable = self.is_capturable and lengths is not None and not bias_sees_padding
         self._take_captures()
-        if self._has_bias and self.is_capturable:
+        if self._has_bias and (self.is_capturable or bias_sees_padding):
             self.cache.attend_over_pages(False)
+        if self._has_bias and self.is_capturable:
             self._bias = distance_bias(decoder_of(self.model))
         model_kwargs = {**model_kwargs, **self._cached}
         with self._collecting_hidden(), self.cache.forward_context():
@@ -55,11 +63,25 @@ class EncoderReading:
         if self.is_capturable:
             self.whole.cross_attention_cache.see(lengths)
         self.prompt = list(self.cache.cache_seqlens)
-        self.position = torch.full((len(input_ids), 1), self.prompt[0] - 1, device=self.model.device)
+        self.position = self._last_position(mask)
+        self.mask = None if mask is None or self.cache.reads_pages else mask.to(self.model.device)
         return logits
 
     def _encoder_mask(self, model_kwargs: dict) -> torch.Tensor | None:
         return model_kwargs.get("attention_mask") if self.model.config.is_encoder_decoder else None
+
+    def _prompt_mask(self, model_kwargs: dict) -> torch.Tensor | None:
+        """Of the decoder's prompts, bool [rows, columns]; None where none is padded."""
+        mask = model_kwargs.get("decoder_attention_mask" if self.model.config.is_encoder_decoder else "attention_mask")
+        return None if mask is None or bool(mask.all()) else mask.bool()
+
+    def _last_position(self, mask: torch.Tensor | None) -> torch.Tensor:
+        """Of the last token of each prompt, int64 [rows, 1]."""
+        if mask is None or self._has_bias:  # which tells columns apart, wherever they begin
+            last = torch.tensor(self.prompt)
+        else:
+            last = mask.sum(1) if skips_padding(self.model) else torch.full((len(mask),), mask.shape[1])
+        return (last[:, None] - 1).to(self.model.device)
 
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         takes = self.model.config.is_encoder_decoder

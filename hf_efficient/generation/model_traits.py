@@ -108,6 +108,13 @@ def masks_its_source(model) -> bool:
     return kind_of_encoder_decoder(model) != "whisper"
 
 
+def skips_padding(model) -> bool:
+    """Whether the positions of an encoder-decoder's decoder count from each prompt's first token, as those of newer
+    Whispers do; the others count padding, too."""
+    module = _defined(model, "prepare_inputs_for_generation")[1]
+    return kind_of_encoder_decoder(model) == "whisper" and (module or "").startswith("transformers.models.whisper")
+
+
 def has_distance_bias(model) -> bool:
     """Whether a bias of T5's kind, by the distance of query and key, stands for positions."""
     return kind_of_encoder_decoder(model) in ("t5", "mt5")
@@ -159,7 +166,7 @@ def overrides_steps(model) -> str:
         if not (module or "").startswith("transformers.models."):
             return "user"
         is_known = cls.__name__ in (SWITCH_ROPE.get(module), READS_MEDIA.get(module))
-        # Whisper's own step gives positions where the decoder's prompts are padded, which is left to it anyway
+        # Whisper's own step gives positions where the decoder's prompts are padded, and does nothing else
         if not is_known and kind_of_encoder_decoder(model) != "whisper":
             return "transformers"
     return ""

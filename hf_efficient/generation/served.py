@@ -106,6 +106,7 @@ def refuses(request: GenerationRequest) -> bool:
         any(isinstance(processor, STATEFUL) for processor in request.logits_processor)
         or raises(check_options, request)
         or raises(callers_cache, request)
+        or (request.draft is not None and raises(getattr, request, "drafter"))  # its settings
         or any(raises(check_ragged, model, request.batch_size, name) for model, name in models)
     )
 
@@ -191,11 +192,11 @@ def check_options(request: GenerationRequest) -> None:
 
 def check_decoder_inputs(request: GenerationRequest) -> None:
     """Raises ValueError for inputs of an encoder-decoder's decoder that speculation does not take."""
-    mask, name = request.attention_mask, type(request.model).__name__
-    if mask is not None and bool((mask == 0).any()):
+    name = type(request.model).__name__
+    if not request.is_left_padded:
         raise ValueError(
-            "decoder_attention_mask: the decoder's prompts are padded, and its positions count padding. Give prompts "
-            "of equal length, or one at a time"
+            "decoder_attention_mask: the decoder's prompts are padded elsewhere than on the left. Pad them there, or "
+            "give one at a time"
         )
     if unknown := unknown_arguments(request.model_kwargs):
         raise ValueError(

@@ -1,5 +1,5 @@
 """What `RaggedModel` does otherwise for models of which some layers have a recurrent state (Jamba, LFM2, Qwen3-Next,
-Falcon-H1) or all (Mamba).
+Falcon-H1, Bamba) or all (Mamba).
 
 A state says nothing of earlier ones, so these layers read the tokens of a forward one by one and note their state
 before each. All other layers read the tokens at once, and so do the projections of these.

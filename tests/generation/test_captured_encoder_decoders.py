@@ -39,7 +39,6 @@ def batch_of(inputs: dict, rows: int) -> dict:
 def test_greedy_tokens(name, replays):
     """Plain and assisted, at several batch sizes and lengths of sources over one model's captures."""
     model, inputs = encoder_decoder(name)
-    model.generation_config.begin_suppress_tokens = None  # Whisper's generate() leaves it out beside an assistant
     model = enable_speculation(model)
     draft = draft_of(model, noise=0.02)
     with transformers_loop():
@@ -99,8 +98,8 @@ def test_what_is_left_to_transformers(replays):
     prompt = torch.tensor([[3, 7], [3, 8], [3, 9]])
     calls = {
         "padding at the left of a source": dict(attention_mask=mask.flip(1)),
-        "padding of the decoder's prompts": dict(
-            decoder_input_ids=prompt, decoder_attention_mask=torch.tensor([[1, 1], [0, 1], [1, 1]])
+        "padding within the decoder's prompts": dict(
+            decoder_input_ids=prompt, decoder_attention_mask=torch.tensor([[1, 1], [1, 0], [1, 1]])
         ),
         "beams": dict(num_beams=2),
         "a dict": dict(return_dict_in_generate=True),
@@ -114,10 +113,13 @@ def test_what_is_left_to_transformers(replays):
             found, expected = found.sequences, expected.sequences
         assert torch.equal(found, expected), what
         assert not replays, what
-    with transformers_loop():
-        expected = model.generate(**inputs, decoder_input_ids=prompt, max_new_tokens=8)
-    assert torch.equal(model.generate(**inputs, decoder_input_ids=prompt, max_new_tokens=8), expected)
-    assert any(replays)
+    for mask in (torch.ones_like(prompt), torch.tensor([[1, 1], [0, 1], [1, 1]])):
+        options = dict(**inputs, decoder_input_ids=prompt, decoder_attention_mask=mask, max_new_tokens=8)
+        with transformers_loop():
+            expected = model.generate(**options)
+        replays.clear()
+        assert torch.equal(model.generate(**options), expected)
+        assert any(replays), "prompts padded on the left are taken"
 
 
 def test_changes_of_the_model_are_noticed(replays):

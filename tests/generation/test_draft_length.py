@@ -198,7 +198,7 @@ def test_cheap_drafts_that_do_not_pay_are_made_in_trials_alone_in_a_batch(rows, 
     proposal.confidence.fill_(0.99)
     proposal = policy.trim(proposal)
     assert proposal.width == 4
-    policy.update(proposal, [4] * rows, [4] * rows, 0.0186, forward(rows * 5))
+    policy.update(proposal, [4] * rows, [4] * rows, 0.0186, 2 * forward(rows))
     assert all(policy.choose([4] * rows) for _ in range(8)), "and at once again where they pay"
 
 
@@ -317,3 +317,41 @@ def test_in_a_batch_drafts_rest_until_the_drafter_stirs(cost):
     policy.choose([100] * rows)
     policy.update(drafted(rows, 4, 0.95), [4] * rows, [4] * rows, cost, forward(rows * 5))
     assert not policy.watches and policy.statistics.pause_steps == 0, "verified drafts end the pause"
+
+
+# rows, seconds of a proposal by depth, what the drafter expects of a token (None: it does not say), what is accepted of
+# one, and steps between two of which it says that drafts pay (0: never)
+CHAT = {
+    "PromptLookup": (8, 0.01, 0.6, 0.15, 24),
+    "BestOf": (8, 0.1, 0.5, 0.1, 4),
+    "TokenRecycling": (8, 0.04, 0.3, 0.1, 0),
+    "DraftHeads": (8, 0.15, 0.4, 0.2, 0),
+    "assistant": (8, 0.25, None, 0.3, 0),
+    "DraftHeads, one prompt": (1, 0.15, 0.5, 0.1, 0),
+}
+
+
+@pytest.mark.parametrize("drafter", CHAT)
+def test_twenty_calls_of_chat_are_hardly_slower_than_plain(drafter):
+    """Drafts that do not pay, by drafters that expect more of them."""
+    rows, cost, expected, right, stirs = CHAT[drafter]
+    remembered, chance, seconds, plain = Remembered(), random.Random(0), 0.0, 0.0
+    for _ in range(20):
+        policy, done, step = DraftLengthPolicy(rows, 4, **remembered), 0.0, 0
+        while done < 128:
+            step += 1
+            if stirs and step % stirs == 0 and policy.watches:
+                policy.wake()
+            proposal = drafted(rows, policy.choose([128 - int(done)] * rows), expected)
+            proposal = proposal and policy.trim(proposal)
+            width, accepted = proposal.width if proposal else 0, [0] * rows
+            for row in range(rows):
+                while accepted[row] < width and chance.random() < right:
+                    accepted[row] += 1
+            drafting = cost * (policy.chosen_depth > 0)
+            spent = forward(rows * (width + 1)) * chance.uniform(0.95, 1.05)
+            policy.update(proposal, accepted, [width] * rows, drafting, spent)
+            done, seconds = done + 1 + sum(accepted) / rows, seconds + spent + drafting
+            plain += (1 + sum(accepted) / rows) * forward(rows)
+        policy.finish()
+    assert plain / seconds > 0.99

@@ -1,7 +1,9 @@
-"""Sampled text has the distribution of the target with each drafter that no other file tests: 21,000 draws, 8 tokens.
+"""Sampled text has the distribution of the target with each drafter that no other file tests: 20,000 texts of
+three tokens, of 8 there are.
 
 Elsewhere: assistants and their trees (test_speculative_distribution.py), published heads (test_published_heads.py), MTP
-(test_mtp.py), encoder-decoders (test_encoder_decoder_speculation.py) and recurrent layers (test_recurrent.py).
+(test_mtp.py), encoder-decoders (test_encoder_decoder_speculation.py), models of images (test_multimodal.py) and
+recurrent layers (test_recurrent.py).
 """
 
 import functools
@@ -17,7 +19,7 @@ from hf_efficient.generation.drafters.eagle import EagleHead
 from hf_efficient.generation.drafters.medusa import MedusaHeads
 
 
-ROWS, NEVER = 7000, 9  # sequences; an end of sequence that is no token
+ROWS, NEVER = 20_000, 9  # sequences; an end of sequence that is no token
 SIZES = dict(vocab_size=8, hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1)
 PROMPT = torch.tensor([[3, 4, 5, 3, 4, 5, 3, 4]])
 

@@ -5,11 +5,19 @@ import copy
 import pytest
 import torch
 import transformers
+from draft_models import Recorder, fixed
 from encoder_decoder_models import MODELS, encoder_decoder
 from helpers import tiny_model
-from test_speculative_distribution import RIGHT, p_value
+from test_speculative_distribution import RIGHT, likeliest_texts, texts_p_value
 
-from hf_efficient import EncoderDecoderPagedCache, PromptLookup, Speculation, enable_speculation
+from hf_efficient import (
+    EncoderDecoderPagedCache,
+    PromptLookup,
+    Speculation,
+    TokenRecycling,
+    enable_speculation,
+    speculative_generate,
+)
 from hf_efficient.generation import served
 from hf_efficient.generation.drafters.assistant import AssistantDrafter
 from hf_efficient.kernels.replay.recorder import interpreter
@@ -37,8 +45,6 @@ def draft_of(model, noise: float = 0.02, kind: type | None = None):
 def plain_and_speculative(name: str, attention: str = "sdpa"):
     """A model as transformers runs it, the same with speculation, and the inputs of three sources."""
     plain, inputs = encoder_decoder(name, attention=attention)
-    # Whisper's generate() leaves out this processor where it is given an assistant, so plain goes without it, too
-    plain.generation_config.begin_suppress_tokens = None
     return plain, enable_speculation(copy.deepcopy(plain)), inputs
 
 
@@ -52,8 +58,6 @@ def test_greedy_tokens(name, attention):
     draft = draft_of(plain, noise=0.005 if name == "mt5" else 0.02)  # its random gated layers disagree sooner
     tree = AssistantDrafter(draft, tree=12)
     for drafter in (dict(assistant_model=draft), dict(prompt_lookup_num_tokens=5), dict(assistant_model=tree)):
-        if name == "whisper" and drafter.get("assistant_model") is tree:
-            continue  # its generate() takes models only
         found = model.generate(**inputs, **options, **drafter)
         assert torch.equal(found, expected), drafter
     found = model.generate(**inputs, max_new_tokens=30, assistant_model=draft, return_dict_in_generate=True)
@@ -62,34 +66,28 @@ def test_greedy_tokens(name, attention):
         assert found.num_steps < 29 and len(set(found.accepted_tokens.tolist())) > 1, "rows were never unequal"
 
 
-@pytest.mark.parametrize("name, drafter", [("bart", "assistant"), ("t5", "lookup")])
+@pytest.mark.parametrize("name, drafter", [("bart", "assistant"), ("t5", "lookup"), ("whisper", "recycling")])
 def test_samples_have_the_models_distribution(name, drafter):
     """20,000 continuations of four tokens, against their exact probabilities."""
     plain, model, inputs = plain_and_speculative(name)
     source = {key: x[:1] for key, x in inputs.items()}
-    options = dict(do_sample=True, top_k=2, temperature=1.5, suppress_tokens=[2], max_new_tokens=4)
-    options["return_dict_in_generate"] = True
-    given = dict(assistant_model=draft_of(plain, 0.1)) if drafter == "assistant" else dict(prompt_lookup_num_tokens=3)
+    options = dict(do_sample=True, top_k=2, temperature=1.5, suppress_tokens=[2], begin_suppress_tokens=None)
+    draft = {
+        "assistant": lambda: draft_of(plain, 0.1),
+        "lookup": lambda: Speculation(PromptLookup(3)),
+        "recycling": lambda: fixed(TokenRecycling()),
+    }[drafter]()
+    options |= dict(max_new_tokens=4, return_dict_in_generate=True, draft_model=draft)
     torch.manual_seed(0)
-    found = model.generate(**{key: x.expand(20_000, -1) for key, x in source.items()}, **options, **given)
+    many = {key: x.expand(20_000, *x.shape[1:]) for key, x in source.items()}
+    found = transformers.GenerationMixin.generate(model, **many, **options, custom_generate=speculative_generate)
     assert 0 < found.accepted_tokens.sum() < found.drafted_tokens.sum()
-    paths = {(3,): 1.0}
-    for _ in range(4):
-        ids = torch.tensor(list(paths))
-        rows = {key: x.expand(len(ids), -1) for key, x in source.items()}
-        with torch.no_grad():
-            logits = plain(**rows, decoder_input_ids=ids).logits[:, -1].double()
-        logits[:, 2] = -torch.inf
-        best = (logits / 1.5).topk(2)
-        following = zip(paths.items(), best.indices.tolist(), best.values.softmax(-1).tolist())
-        paths = {
-            (*path, token): chance * share
-            for (path, chance), tokens, shares in following
-            for token, share in zip(tokens, shares)
-        }
-    cells = {path: cell for cell, path in enumerate(paths)}
-    counts = torch.bincount(torch.tensor([cells[tuple(row)] for row in found.sequences.tolist()]), minlength=len(cells))
-    assert p_value(counts, torch.tensor(list(paths.values()))) > RIGHT
+
+    def logits_of(texts):
+        rows = {key: x.expand(len(texts), *x.shape[1:]) for key, x in source.items()}
+        return plain(**rows, decoder_input_ids=texts).logits[:, -1].index_fill(1, torch.tensor([2]), -torch.inf)
+
+    assert texts_p_value(found.sequences, likeliest_texts(logits_of, [3], 4)) > RIGHT
 
 
 @pytest.mark.parametrize("kind", ["decoder", "own", "shared"])
@@ -107,15 +105,33 @@ def test_encoders_of_assistants(kind):
     assert len(runs) == {"decoder": 0, "own": 1, "shared": 1}[kind], "the target's own run of a shared encoder counts"
 
 
-def test_whisper_with_timestamps_in_chunks():
-    plain, model, _ = plain_and_speculative("whisper")
-    features = torch.randn(2, 8, 100, generator=torch.Generator().manual_seed(3))  # two and a half windows
-    given = dict(attention_mask=torch.ones(2, 100).long(), return_timestamps=True, max_new_tokens=12, temperature=0.0)
-    for each in (plain, model):
-        each.generation_config.no_timestamps_token_id = 40
-    expected = plain.generate(features, **given)
-    assert torch.equal(model.generate(features, **given, assistant_model=draft_of(plain)), expected)
-    assert torch.equal(model.generate(features, **given, prompt_lookup_num_tokens=3), expected)
+@pytest.mark.parametrize("name, attention", CASES)
+def test_padded_prompts_of_the_decoder(name, attention):
+    """Prompts of unequal length, padded on the left."""
+    plain, model, inputs = plain_and_speculative(name, attention)
+    prompts = torch.randint(4, 64, (3, 5), generator=torch.Generator().manual_seed(2))
+    prompts[0, 0] = plain.config.decoder_start_token_id  # else transformers puts it before the padding
+    mask = torch.arange(5) >= torch.tensor([[0], [3], [1]])
+    options = dict(**inputs, decoder_input_ids=prompts * mask, decoder_attention_mask=mask.long(), max_new_tokens=20)
+    expected, draft = plain.generate(**options), draft_of(plain, noise=0.005)
+    for drafter in (dict(assistant_model=draft), dict(prompt_lookup_num_tokens=4)):
+        assert torch.equal(model.generate(**options, **drafter), expected), drafter
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_streams_and_several_samples(name):
+    """Whisper's stand in test_whisper_speculation.py."""
+    plain, model, inputs = plain_and_speculative(name)
+    options = dict(**inputs, max_new_tokens=16)
+    drafters = (dict(assistant_model=draft_of(plain)), dict(prompt_lookup_num_tokens=4))
+    samples = dict(do_sample=True, top_k=1, num_return_sequences=2)
+    expected, streamer = plain.generate(**options, **samples), Recorder()
+    plain.generate(**options, streamer=streamer)
+    for drafter in drafters:
+        assert torch.equal(model.generate(**options, **samples, **drafter), expected)
+        streamed = Recorder()
+        model.generate(**options, **drafter, streamer=streamed)
+        assert streamed.values == streamer.values and streamed.ended == 1
 
 
 def test_the_callers_cache_is_continued():
@@ -153,8 +169,8 @@ def test_refusals():
         self_attention, cross = (transformers.DynamicCache() for _ in range(2))
         cache = transformers.EncoderDecoderCache(self_attention, cross)
         model.generate(**inputs, past_key_values=cache, **lookup)
-    padded = dict(decoder_input_ids=torch.full((3, 2), 3), decoder_attention_mask=torch.tensor([[0, 1]] * 3))
-    with pytest.raises(ValueError, match="decoder_attention_mask: the decoder's prompts are padded"):
+    padded = dict(decoder_input_ids=torch.full((3, 2), 3), decoder_attention_mask=torch.tensor([[1, 0]] * 3))
+    with pytest.raises(ValueError, match="decoder_attention_mask: the decoder's prompts are padded elsewhere than on"):
         model.generate(**inputs, **padded, **lookup)
     with pytest.raises(ValueError, match="num_beams=2: speculation is greedy or sampled"):
         model.generate(**inputs, **lookup, num_beams=2)

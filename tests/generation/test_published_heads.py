@@ -191,25 +191,35 @@ def test_a_dflash_block_is_what_its_definition_says(name, window, target, folder
 
 
 @needs_transformers("5.23", "a DFlash drafter")
+@pytest.mark.parametrize("window", [None, 3])
 @torch.no_grad()
-def test_dflash_states_are_those_of_transformers(target, folders):
-    """Its own drafter has the same layers, with two other names."""
-    heads = DraftHeads.from_pretrained(folders["DFlash"])
+def test_dflash_states_are_those_of_transformers(window, target, folders, tmp_path):
+    """Its own drafter has the same layers, with two other names. It is read as it saves itself."""
+    sizes = {key: getattr(DraftHeads.from_pretrained(folders["DFlash"]).config, key) for key in published_dflash.SIZES}
+    kinds = ["full_attention" if window is None else "sliding_attention", "full_attention"]
+    sizes |= dict(layer_types=kinds, sliding_window=window or 2048, rope_parameters=dict(rope_theta=10000.0))
+    sizes |= dict(target_layer_ids=[1, 4], rms_norm_eps=1e-5, block_size=6, mask_token_id=7)
+    sizes["rope_parameters"]["rope_type"] = "default"
+    del sizes["vocab_size"]
+    model = transformers.AutoModel.from_config(transformers.MuseGlimmerAssistantConfig(**sizes)).eval()
+    names = {new: old for old, new in published_dflash.RENAMED.items()}
+    tensors = load_file(folders["DFlash"] / "model.safetensors")
+    model.load_state_dict({names.get(key, key): value for key, value in tensors.items()})
+    model.save_pretrained(tmp_path)
+    heads = DraftHeads.from_pretrained(tmp_path)
     heads.check(target)
     states = [states_of(target, row[:-1], (1, 4)) for row in ROWS]
     begin(heads, [torch.cat([hidden, inner.flatten(1)], -1) for hidden, inner in states], 3)
     actual = heads.states(torch.tensor([row[-1:] for row in ROWS]))
-    sizes = {key: getattr(heads.config, key) for key in published_dflash.SIZES[:-1]}
-    types = dict(layer_types=["full_attention"] * 2, rope_parameters=dict(rope_type="default", rope_theta=10000.0))
-    config = transformers.MuseGlimmerAssistantConfig(**sizes, **types, target_layer_ids=[1, 4], rms_norm_eps=1e-5)
-    model = transformers.AutoModel.from_config(config).eval()
-    names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
-    tensors = load_file(folders["DFlash"] / "model.safetensors")
-    model.load_state_dict({names.get(key, key): value for key, value in tensors.items()})
     for b, row in enumerate(ROWS):
         block = target.model.embed_tokens.weight[[row[-1]] + [7] * 5]
         output = model(noise_embeds=block[None], context_hidden_states=states[b][1].flatten(1)[None], use_cache=False)
         assert_close(actual[b], output.last_hidden_state[0], 1e-5, 1e-4, SUMS)
+    batch = left_padded_batch()
+    plain = target.generate(**batch, max_new_tokens=12, do_sample=False)
+    assert torch.equal(target.generate(**batch, max_new_tokens=12, do_sample=False, assistant_model=heads), plain)
+    with pytest.raises(ValueError, match="mask_token_id=7 must be an integer from 0 to 5"):
+        heads.check(tiny_model("llama", vocab_size=6, num_hidden_layers=6))
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import transformers
 from draft_models import drafting, fixed
 from helpers import left_padded_batch, tiny_model
 from oracle import Oracle
-from recurrent_models import MODELS, recurrent_model
+from recurrent_models import _DELTA, _SIZES, MODELS, recurrent_model
 from test_speculative_distribution import RIGHT, p_value
 
 from hf_efficient import (
@@ -101,10 +101,12 @@ def test_states_are_taken_back():
             cache.crop(-1)
 
 
-def test_sampled_distribution():
-    """Three tokens of 7,000 sequences, drafted by an oracle."""
-    model = recurrent_model("mamba", vocab_size=6, hidden_size=16, num_hidden_layers=1)
-    prompt, rows = torch.tensor([[3, 4, 5]]), 7000
+@pytest.mark.parametrize("name, drafter", [("mamba", "oracle"), ("lfm2", "recycling")])
+def test_sampled_distribution(name, drafter):
+    """20,000 texts of three tokens."""
+    layers = {} if name == "lfm2" else dict(num_hidden_layers=1)
+    model = recurrent_model(name, vocab_size=6, hidden_size=16, **layers)
+    prompt, rows = torch.tensor([[3, 4, 5]]), 20_000
     options = dict(do_sample=True, top_k=0, eos_token_id=None, return_dict_in_generate=True)
     tokens = torch.cartesian_prod(*[torch.arange(6)] * 3)
     with torch.no_grad():
@@ -112,8 +114,8 @@ def test_sampled_distribution():
         logits = model(torch.cat([prompt.expand(216, -1), tokens[:, :2]], 1)).logits[:, 2:].log_softmax(-1)
         expected = logits.gather(2, tokens[..., None])[..., 0].sum(1).exp()
     torch.manual_seed(0)
-    guesses = fixed(Oracle(torch.randint(6, (rows, 7)), 1.0, 2, 6))
-    options |= dict(max_new_tokens=3, assistant_model=guesses)
+    guesses = Oracle(torch.randint(6, (rows, 7)), 1.0, 2, 6) if drafter == "oracle" else TokenRecycling()
+    options |= dict(max_new_tokens=3, assistant_model=fixed(guesses))
     found = enable_speculation(model).generate(prompt.expand(rows, -1), **options)
     assert 0 < found.accepted_tokens.sum() < found.drafted_tokens.sum()
     counts = torch.bincount((found.sequences[:, 3:] * torch.tensor([36, 6, 1])).sum(1), minlength=216)
@@ -130,12 +132,11 @@ def test_what_is_refused():
         model.generate(**batch, **OPTIONS, num_beams=2, prompt_lookup_num_tokens=3)
     with pytest.raises(ValueError, match="SelfSpeculation: Lfm2ForCausalLM has layers with a recurrent state"):
         model.generate(**batch, **OPTIONS, assistant_model=SelfSpeculation(skip_layers=[1]))
-    small = dict(vocab_size=64, hidden_size=32, num_attention_heads=2, num_key_value_heads=1, mamba_n_heads=4)
-    small |= dict(intermediate_size=32, num_hidden_layers=2, attn_layer_indices=[1])
-    bamba = transformers.BambaForCausalLM(transformers.BambaConfig(**small))
+    unknown = transformers.Qwen3_5TextConfig(**{**_SIZES, **_DELTA})
+    unknown = transformers.AutoModelForCausalLM.from_config(unknown)
     ours = dict(custom_generate=speculative_generate, draft_model=PromptLookup())
-    with pytest.raises(ValueError, match="model=BambaForCausalLM.*of a kind that speculation does not know"):
-        bamba.generate(batch["input_ids"] % 64, max_new_tokens=3, **ours)
+    with pytest.raises(ValueError, match="model=Qwen3_5ForCausalLM.*of a kind that speculation does not know"):
+        unknown.generate(**batch, max_new_tokens=3, **ours)
     cache = PagedCache(model.config)
     model.generate(**batch, **OPTIONS, past_key_values=cache)
     with pytest.raises(ValueError, match=r"save\(\): only a PagedCache of attention layers"):

@@ -1,6 +1,7 @@
 """The ways into speculation, and what is refused before anything is computed."""
 
 import copy
+import logging
 import pickle
 from threading import Thread
 
@@ -127,6 +128,30 @@ def test_settings_of_transformers_reach_the_drafter(llama):
     assert (assistant.max_tokens, assistant.threshold, speculation.adapts) == (7, 0.25, False)
     settings.num_assistant_tokens_schedule = None
     assert speculation.adapts
+
+
+def test_settings_of_drafts_that_have_no_meaning_here(llama, caplog, monkeypatch):
+    """Refused by name, or a warning; transformers' defaults are no news."""
+    target, draft, batch, plain = copy.deepcopy(llama)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    settings = draft.generation_config
+    settings.assistant_lookbehind = settings.target_lookbehind = 10
+    assert torch.equal(target.generate(**batch, **GREEDY, assistant_model=draft), plain)
+    assert not caplog.records
+    settings.num_assistant_tokens_schedule = "heuristic"
+    for _ in range(2):
+        assert torch.equal(target.generate(**batch, **GREEDY, assistant_model=draft), plain)
+    (record,) = [each for each in caplog.records if "num_assistant_tokens_schedule='heuristic'" in each.message]
+    for name, value, allowed in (
+        ("num_assistant_tokens_schedule", "linear", "'constant', 'heuristic'"),
+        ("assistant_lookbehind", 4, "10 is allowed"),
+        ("target_lookbehind", 4, "10 is allowed"),
+    ):
+        before = getattr(settings, name)
+        setattr(settings, name, value)
+        with pytest.raises(ValueError, match=f"{name}={value!r} in the assistant's .*{allowed}"):
+            target.generate(**batch, **GREEDY, assistant_model=draft)
+        setattr(settings, name, before)
 
 
 REFUSED = {

@@ -39,6 +39,29 @@ def p_value(counts: torch.Tensor, expected: torch.Tensor, constraints: int = 1) 
     return torch.special.gammaincc(degrees / 2, statistic / 2).item()
 
 
+def likeliest_texts(logits_of, start: list[int], new: int) -> dict[tuple, float]:
+    """Text -> probability, of `new` tokens after `start`, each of the two most probable ones at temperature 1.5.
+    logits_of(int64 [rows, length]) gives what follows, float [rows, vocabulary]."""
+    texts = {tuple(start): 1.0}
+    for _ in range(new):
+        with torch.no_grad():
+            best = (logits_of(torch.tensor(list(texts))).double() / 1.5).topk(2)
+        following = zip(texts.items(), best.indices.tolist(), best.values.softmax(-1).tolist())
+        texts = {
+            (*text, token): chance * share
+            for (text, chance), tokens, shares in following
+            for token, share in zip(tokens, shares)
+        }
+    return texts
+
+
+def texts_p_value(found: torch.Tensor, expected: dict[tuple, float]) -> float:
+    """`p_value` of texts [rows, length]; another one than those of `expected` raises KeyError."""
+    cells = {text: cell for cell, text in enumerate(expected)}
+    counts = torch.bincount(torch.tensor([cells[tuple(row)] for row in found.tolist()]), minlength=len(cells))
+    return p_value(counts, torch.tensor(list(expected.values())))
+
+
 def transitions(everything: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Target and draft as Markov chains of order 1: transition probabilities [VOCABULARY, VOCABULARY] of each. Unless
     `everything` may be said, there is a token that only the draft, and one that only the target would say."""
@@ -228,7 +251,7 @@ def sampled(prompts: torch.Tensor, new: int, **options):
 def test_warpers_act_on_both_distributions(warper):
     """Of three tokens the second is drafted: it is kept as often as the two warped distributions overlap, and the text
     is distributed as the warped target's."""
-    (target, draft), warpers, rows = models(), WARPERS[warper], 4000
+    (target, draft), warpers, rows = models(), WARPERS[warper], 20_000
     texts, probabilities, overlap = torch.tensor([[3, 4, 5, 3, 4, 5]]), torch.ones(1), 0.0
     prompts = texts.expand(rows, -1)
     for place in range(3):

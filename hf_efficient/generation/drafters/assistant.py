@@ -105,6 +105,8 @@ class AssistantDrafter(Drafter):
         ones = torch.ones_like(prompts) if mask is None else mask.long()
         if kwargs is None:
             kwargs = {"attention_mask": mask, "position_ids": (ones.cumsum(1) - 1).clamp(min=0, max=last)}
+        elif mask is not None:
+            kwargs["decoder_attention_mask" if self.model.config.is_encoder_decoder else "attention_mask"] = mask
         if self.runner.limits_logits:
             kwargs["logits_to_keep"] = 1
         self.runner.prefill(prompts, self.sequences.generation_config, kwargs)

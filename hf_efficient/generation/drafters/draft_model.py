@@ -1,9 +1,15 @@
 """What a draft model is asked before it drafts: how far, and whether it has the target's tokenizer."""
 
+from transformers.utils import logging
+
 from hf_efficient.generation.model_traits import check_ragged, has_states, reads_encoder
 from hf_efficient.generation.sequences import Sequences
 from hf_efficient.generation.speculation.proposal import MAX_NODES
 from hf_efficient.integrations.transformers_loop import default_of
+
+
+logger = logging.get_logger(__name__)
+SCHEDULES = "constant", "heuristic", "heuristic_transient"  # of transformers
 
 
 def check_draft(model, batch_size: int = 1, target=None) -> None:
@@ -49,8 +55,29 @@ def check_tree(tree: int | None) -> None:
 
 def draft_settings(model, max_tokens: int = 20) -> tuple[int, float]:
     """How many tokens `model` drafts at most, and below which probability of a token it stops: what its
-    `generation_config` says, else `max_tokens` and transformers' default."""
+    `generation_config` says, else `max_tokens` and transformers' default.
+
+    Raises ValueError for other settings of drafts that have no meaning here. Of the schedules, "constant" is what
+    `Speculation.adapts` reads, and the others stand for lengths that follow what pays, which a warning says once."""
     given = model.generation_config
+    schedule = given.num_assistant_tokens_schedule
+    if schedule not in (None, *SCHEDULES):
+        raise ValueError(
+            f"num_assistant_tokens_schedule={schedule!r} in the assistant's generation_config: expected one of "
+            f"{', '.join(map(repr, SCHEDULES))}"
+        )
+    if schedule in SCHEDULES[1:]:
+        logger.warning_once(
+            f"num_assistant_tokens_schedule={schedule!r} in the assistant's generation_config: how much is drafted "
+            "follows here from what a draft costs and gains, not from transformers' rule. 'constant' drafts "
+            "num_assistant_tokens each time"
+        )
+    for name in ("assistant_lookbehind", "target_lookbehind"):
+        if (value := getattr(given, name)) not in (None, usual := default_of(given, name)):
+            raise ValueError(
+                f"{name}={value} in the assistant's generation_config: drafts with another vocabulary are not aligned "
+                f"by looking back here. Leave it out ({usual} is allowed)"
+            )
     tokens, threshold = given.num_assistant_tokens, given.assistant_confidence_threshold
     tokens = max_tokens if tokens is None else int(tokens)
     if tokens < 1:

@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers.utils import cached_file
 
 from hf_efficient.generation.drafters.draft_heads import DraftHeads
-from hf_efficient.generation.drafters.published_dflash import PublishedDFlash
+from hf_efficient.generation.drafters.published_dflash import PublishedDFlash, is_dflash
 from hf_efficient.generation.drafters.published_eagle import EAGLE_TENSORS, PublishedEagle
 from hf_efficient.generation.drafters.published_hydra import PublishedHydra
 from hf_efficient.generation.drafters.published_medusa import PublishedMedusa
@@ -49,7 +49,7 @@ def read(place, hub_options: dict, missing: OSError) -> DraftHeads:
         files = _files(place, ("hydra_lm_head",), hub_options)
         return PublishedHydra.of(config, PublishedTensors(files), str(place))
     tensors = PublishedTensors(_files(place, ("model",), hub_options))
-    if "dflash_config" in config or config.get("speculators_model_type") == "dflash":
+    if is_dflash(config):
         return PublishedDFlash.of(config, tensors, str(place))
     if not any(name in tensors for name in EAGLE_TENSORS):
         raise ValueError(

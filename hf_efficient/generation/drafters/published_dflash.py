@@ -1,4 +1,4 @@
-"""DFlash drafters as z-lab and `speculators` publish them: one forward guesses a whole block."""
+"""DFlash drafters as z-lab, `speculators` and transformers publish them: one forward guesses a whole block."""
 
 import torch
 from torch.nn.functional import embedding, linear, pad, scaled_dot_product_attention, silu
@@ -20,6 +20,14 @@ MORE = ("rope_theta", "rope_scaling", "rope_parameters", "rms_norm_eps")
 OF_BLOCK = {"block_size", "mask_token_id", "target_layer_ids"}  # what `dflash_config` may say
 IGNORED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")  # they follow from others
 ROPES = ("default", "linear", "llama3", "yarn")
+OF_TRANSFORMERS = "muse_glimmer_assistant"  # the model type of transformers' own drafter, and its names of tensors
+RENAMED = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+
+
+def is_dflash(config: dict) -> bool:
+    """Whether a `config.json` is that of a DFlash drafter, in one of the three layouts that are read."""
+    kinds = config.get("speculators_model_type"), config.get("model_type")
+    return "dflash_config" in config or kinds[0] == "dflash" or kinds[1] == OF_TRANSFORMERS
 
 
 class PublishedDFlash(DraftHeads):
@@ -37,6 +45,8 @@ class PublishedDFlash(DraftHeads):
 
     def __init__(self, config: Qwen3Config, block: dict, weights: dict[str, torch.Tensor | None], tokens, name: str):
         target = {"name": name, "hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+        if block["takes_vocabulary"]:
+            del target["vocab_size"]
         super().__init__(target, len(tokens), block["block_size"] - 1)
         self.draft_tokens = tokens
         self.config, self.block = config, block
@@ -49,9 +59,13 @@ class PublishedDFlash(DraftHeads):
     @classmethod
     def of(cls, config: dict, tensors: PublishedTensors, name: str) -> "PublishedDFlash":
         """Raises ValueError for a config or tensors that are not read."""
+        takes_vocabulary = config.get("model_type") == OF_TRANSFORMERS
+        if takes_vocabulary:
+            config = _of_transformers(config, name)
+            tensors.rename(RENAMED)
         if "speculators_model_type" in config:
             config = _of_speculators(config, name)
-        block = _block(config, name)
+        block = {**_block(config, name), "takes_vocabulary": takes_vocabulary}
         check_integers(name, {"block_size": block["block_size"]}, least=2, most=MAX_NODES + 1)
         sizes = {key: config.get(key) for key in SIZES}
         check_integers(name, sizes)
@@ -81,6 +95,10 @@ class PublishedDFlash(DraftHeads):
                 f"the DFlash drafter reads the outputs of the layers {list(self.reads_layers)} (from 0) of its target, "
                 f"and {type(model).__name__} has {count}"
             )
+        if self.block["takes_vocabulary"]:
+            vocabulary = self.describe(model)["vocab_size"]
+            check_integers(self.target["name"], {"mask_token_id": self.block["mask_token_id"]}, 0, vocabulary - 1)
+            self.draft_tokens = torch.arange(vocabulary)
         super().check(model)
 
     def _output_rows(self, output, model) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -228,6 +246,21 @@ def _of_speculators(config: dict, name: str) -> dict:
     }
     sizes = {key: config.get(key) for key in ("block_size", "draft_vocab_size")}
     return {**layer, **sizes, "dflash_config": block}
+
+
+def _of_transformers(config: dict, name: str) -> dict:
+    """The same of transformers' own drafter. It does not say its vocabulary, which is that of any target; what stands
+    here is the least that it can be."""
+    said = layer_config(OF_TRANSFORMERS, config, name).to_dict()
+    check_integers(name, {"mask_token_id": said["mask_token_id"]}, least=0)
+    window = said["sliding_window"]
+    return {
+        **{key: said[key] for key in (*SIZES[:-1], "block_size", "layer_types", "hidden_act", *MORE) if key in said},
+        "vocab_size": said["mask_token_id"] + 1,
+        "sliding_window": window + 1 if type(window) is int else window,  # which counts the token itself
+        "is_causal": False,
+        "dflash_config": {key: said[key] for key in ("mask_token_id", "target_layer_ids")},
+    }
 
 
 def _layers(config: dict, name: str) -> list[tuple[bool, int | None]]:

@@ -24,6 +24,10 @@ class PublishedTensors:
     def __contains__(self, name: str) -> bool:
         return name in self._places
 
+    def rename(self, names: dict[str, str]) -> None:
+        """Calls tensors by other names: old -> new."""
+        self._places = {names.get(name, name): place for name, place in self._places.items()}
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Raises ValueError where there is no tensor `name`."""
         if name not in self._places:

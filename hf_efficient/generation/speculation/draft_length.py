@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from hf_efficient.generation.speculation.latency_model import AcceptanceStatistics, LatencyModel
+from hf_efficient.generation.speculation.latency_model import CREDIT, AcceptanceStatistics, LatencyModel
 from hf_efficient.generation.speculation.proposal import Proposal
 
 
@@ -24,6 +24,7 @@ RETRY_FACTOR = 8  # after a trial in which every draft was accepted the next one
 # this share of the seconds of all its forwards: later calls replay them. Reading prompts for trials takes no more
 # either.
 INVESTED_SHARE = 0.03
+LOST_SHARE = 0.004  # of all steps, that drafts may cost in the long run
 
 
 class DraftLengthPolicy:
@@ -120,7 +121,7 @@ class DraftLengthPolicy:
                 return 0
         if self.is_off:
             return 0
-        if is_cheap or self._is_awake:
+        if (is_cheap or self._is_awake) and statistics.balance >= 0:
             self._is_awake = False
             return deepest
         if statistics.steps_to_trial:
@@ -162,6 +163,7 @@ class DraftLengthPolicy:
         captured its forward. tokens: that its forward computed; None for those of a padded one."""
         width, statistics = 0 if proposal is None else proposal.width, self.statistics
         if self.timed and not width and statistics.steps_to_trial > 1 and statistics.steps_to_trial % REST_STEPS_TIMED:
+            statistics.balance = min(CREDIT, statistics.balance + LOST_SHARE)
             return
         if self.timed:
             tokens = self._tokens(len(accepted), width) if tokens is None else tokens
@@ -174,6 +176,7 @@ class DraftLengthPolicy:
             statistics.prompt_seconds = self.prompt_seconds + max(0.0, draft_seconds - curve.at(self.chosen_depth))
             if curve.largest:
                 draft_seconds = curve.at(self.chosen_depth)
+        has_recovered = self.timed and self._settle(sum(accepted), tokens)
         if not width:
             return
         curve.add(max(depths), draft_seconds)
@@ -183,13 +186,25 @@ class DraftLengthPolicy:
             self.proposed[row] = decay * self.proposed[row] + min(
                 hits + 1, depth
             )  # those after a rejected one: unknown
-        if not self.is_trial:
+        if not self.is_trial or has_recovered:
             statistics.pause_steps = statistics.steps_to_trial = 0
         elif accepted == depths:
             statistics.steps_to_trial = max(1, statistics.steps_to_trial // RETRY_FACTOR)
         if self.has_confidence:
             ratio = min((sum(accepted) + 0.5) / (sum(_predicted_gains(proposal)) + 0.5), 2.0)
             self.calibration = DRAFT_DECAY * self.calibration + (1 - DRAFT_DECAY) * ratio
+
+    def _settle(self, accepted: int, tokens: int) -> bool:
+        """Counts what a step has saved and cost, also by a draft that was not verified. tokens: of its forward. Returns
+        whether it has made up for what was lost before."""
+        statistics, plain = self.statistics, self.forward_seconds.at(self._tokens(len(self.accepted), 0))
+        change = LOST_SHARE
+        if self.chosen_depth and plain:
+            change += accepted / self.unfinished * (1 - SLOWEST_ROW_SHARE * (1 - 1 / self.unfinished))
+            spent = statistics.draft_seconds.at(self.chosen_depth) + self.forward_seconds.at(tokens)
+            change -= max(0.0, spent / plain - 1)
+        before, statistics.balance = statistics.balance, min(CREDIT, max(-1.0, statistics.balance + change))
+        return before < 0 <= statistics.balance
 
     def _add_forward(self, tokens: int, width: int, seconds: float, is_steady: bool) -> None:
         latency = self.latency
@@ -241,9 +256,11 @@ class DraftLengthPolicy:
         return self._or_trial(best)
 
     def _or_trial(self, best: int) -> int:
-        """`best`, or where that is 0 what a trial drafts, 1, and 0 while drafting rests."""
-        if best or self.is_trial:
-            self.is_trial = not best
+        """`best`, or where that is 0 what a trial drafts, 1, and 0 while drafting rests. A drafter that has cost too
+        much rests, whatever it promises."""
+        has_lost = self.statistics.balance < 0
+        if (best and not has_lost) or self.is_trial:
+            self.is_trial = not best or has_lost
             return best or 1
         statistics = self.statistics
         if statistics.steps_to_trial <= 1:

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 
 FREE_CAPTURES = 3  # the first captures of a model need not pay within one call: later calls replay them
+CREDIT = 4.0  # plain steps that a drafter may lose before it rests until they are saved again
 PRIOR_ACCEPTANCE = 0.7  # the acceptance rate that a new drafter starts from
 _WINDOW = 7  # latest measurements of a size that count
 
@@ -63,6 +64,8 @@ class AcceptanceStatistics:
     has_confidence: its proposals come with `Proposal.confidence`.
     pause_steps: plain steps between two trials of a drafter that does not pay; 0 while it pays.
     steps_to_trial: those of them that are left.
+    balance: plain steps that drafts have saved, less those that they have cost, and a small share of all steps; from -1
+        to `CREDIT`, so that old gains do not pay for new losses.
     """
 
     draft_seconds: LatencyCurve = field(default_factory=LatencyCurve)
@@ -71,6 +74,7 @@ class AcceptanceStatistics:
     has_confidence: bool = False
     pause_steps: int = 0
     steps_to_trial: int = 0
+    balance: float = CREDIT
 
 
 @dataclass
