@@ -213,7 +213,10 @@ def test_dflash_states_are_those_of_transformers(window, target, folders, tmp_pa
     actual = heads.states(torch.tensor([row[-1:] for row in ROWS]))
     for b, row in enumerate(ROWS):
         block = target.model.embed_tokens.weight[[row[-1]] + [7] * 5]
-        output = model(noise_embeds=block[None], context_hidden_states=states[b][1].flatten(1)[None], use_cache=False)
+        cache = transformers.cache_utils.DFlashCache(config=model.config)  # by which masks of windows are made
+        cache.set_previous_accepted_tokens(len(row) - 1)
+        read = states[b][1].flatten(1)[None]
+        output = model(noise_embeds=block[None], context_hidden_states=read, past_key_values=cache)
         assert_close(actual[b], output.last_hidden_state[0], 1e-5, 1e-4, SUMS)
     batch = left_padded_batch()
     plain = target.generate(**batch, max_new_tokens=12, do_sample=False)
