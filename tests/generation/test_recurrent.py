@@ -101,7 +101,7 @@ def test_states_are_taken_back():
             cache.crop(-1)
 
 
-@pytest.mark.parametrize("name, drafter", [("mamba", "oracle")])
+@pytest.mark.parametrize("name, drafter", [("mamba", "oracle"), ("lfm2", "recycling")])
 def test_sampled_distribution(name, drafter):
     """20,000 texts of three tokens."""
     layers = {} if name == "lfm2" else dict(num_hidden_layers=1)
@@ -114,7 +114,7 @@ def test_sampled_distribution(name, drafter):
         logits = model(torch.cat([prompt.expand(216, -1), tokens[:, :2]], 1)).logits[:, 2:].log_softmax(-1)
         expected = logits.gather(2, tokens[..., None])[..., 0].sum(1).exp()
     torch.manual_seed(0)
-    guesses = Oracle(torch.randint(6, (rows, 7)), 1.0, 2, 6) if drafter == "oracle" else TokenRecycling()
+    guesses = Oracle(torch.randint(6, (rows, 7)), 1.0, 2, 6) if drafter == "oracle" else TokenRecycling(3)
     options |= dict(max_new_tokens=3, assistant_model=fixed(guesses))
     found = enable_speculation(model).generate(prompt.expand(rows, -1), **options)
     assert 0 < found.accepted_tokens.sum() < found.drafted_tokens.sum()
