@@ -264,7 +264,8 @@ class BatchedRunner(ModelRunner):
         tokens = torch.where(is_greedy, best, output_ids[0, : len(best)])
         output_ids[0, : len(best)] = tokens
         if self.return_logprobs:
-            logprobs = scores[0].log_softmax(-1).gather(1, tokens.to(torch.int64)[:, None])[:, 0]
+            scores = torch.where(is_greedy[:, None], self.logit_processor.greedy_scores, scores[0])
+            logprobs = scores.log_softmax(-1).gather(1, tokens.to(torch.int64)[:, None])[:, 0]
             output_ids[1, : len(best)] = logprobs.view(torch.int32)
 
 

@@ -127,9 +127,9 @@ class AutomaticGenerationMixin(SpeculativeGenerationMixin):
     `SpeculativeGenerationMixin`, but calls that it refuses and transformers takes are left to transformers."""
 
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
-        is_left = served.is_transformers_draft(generation_mode_kwargs.get("assistant_model")) and served.raises(
-            served.check_mode, generation_config
-        )
+        draft = generation_mode_kwargs.get("assistant_model")
+        draft = _DRAFT.get() if draft is None else draft
+        is_left = served.is_transformers_draft(draft) and served.raises(served.check_mode, generation_config)
         cls = SpeculativeGenerationMixin if is_left else AutomaticGenerationMixin
         super(cls, self)._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
 

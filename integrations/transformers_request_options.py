@@ -39,10 +39,12 @@ class _DoSample(ContinuousBatchingLogitsProcessor):
 
     Attributes:
         greedy: bool [num_tokens], and the most probable tokens int64 [num_tokens], of the last call.
+        scores: [num_tokens, vocabulary] of the last call.
     """
 
     supported_kwargs, ignored_kwargs = {"do_sample": bool}, ()
     greedy: tuple[torch.Tensor, torch.Tensor] | None = None
+    scores: torch.Tensor | None = None
 
     def __init__(self, do_sample: bool):
         self.do_sample = do_sample
@@ -58,7 +60,7 @@ class _DoSample(ContinuousBatchingLogitsProcessor):
         return torch.tensor([self.of(request.state) for request in requests_with_new_token], dtype=torch.int32)
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        self.greedy = tensor_arg[: len(scores)] == 0, scores.argmax(-1)
+        self.greedy, self.scores = (tensor_arg[: len(scores)] == 0, scores.argmax(-1)), scores
         return scores
 
 
@@ -143,6 +145,11 @@ class RequestProcessors(ContinuousBatchingLogitsProcessorList):
     def greedy(self) -> tuple[torch.Tensor, torch.Tensor]:
         """See `_DoSample`."""
         return self._do_sample.greedy
+
+    @property
+    def greedy_scores(self) -> torch.Tensor:
+        """The scores [num_tokens, vocabulary] of requests that do not sample: nothing has warped them."""
+        return self._do_sample.scores
 
     def take_best(self, requests_in_batch) -> bool:
         """Whether all requests take the token with the highest logit."""
@@ -264,17 +271,23 @@ def _stopping(original):
 
 
 def _with_tokenizer(original):
-    """transformers' `generate_batch`, with the argument `tokenizer` of `generate()` for stop strings."""
+    """transformers' `generate_batch`, with the arguments `stop_strings` and `tokenizer` of `generate()`."""
 
     @functools.wraps(original)
     def generate_batch(
-        self, inputs, generation_config=None, continuous_batching_config=None, *args, tokenizer=None, **kwargs
-    ):
-        strings = (self.generation_config if generation_config is None else generation_config).stop_strings
+        self, inputs, generation_config=None, continuous_batching_config=None, *args, stop_strings=None,
+        tokenizer=None, **kwargs,
+    ):  # fmt: skip
+        config = self.generation_config if generation_config is None else generation_config
+        strings = config.stop_strings if stop_strings is None else stop_strings
         switches = getattr(continuous_batching_config, "auto_switch_to_flash", True)
         options = {}
         if strings is not None and becomes_ours(self, switches):
             options[STOPS] = StopStrings(strings, tokenizer)
+            generation_config = copy.copy(config)  # a manager that stays must not keep them for later calls
+            generation_config.stop_strings = None
+        elif stop_strings is not None:
+            raise ValueError("stop_strings in generate_batch needs a model with attn_implementation='flash_paged'")
         with giving(options):
             return original(self, inputs, generation_config, continuous_batching_config, *args, **kwargs)
 

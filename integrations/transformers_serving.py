@@ -20,7 +20,7 @@ from hf_efficient.integrations.transformers_request_options import OF_SAMPLING, 
 
 FORGOTTEN_AFTER = 60  # seconds: no step takes longer, and after it nothing is delivered for a cancelled request
 # In a generation config, what a request may set here, and what changes no token of continuous batching
-_SERVED = {*OF_SAMPLING, STOPS, "max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "bos_token_id"}
+_SERVED = {*OF_SAMPLING, STOPS, "max_new_tokens", "eos_token_id", "pad_token_id", "bos_token_id"}
 _SERVED |= {"use_cache", "cache_implementation", "transformers_version"}
 _OPENAI = {"repetition_penalty": "frequency_penalty", "sequence_bias": "logit_bias"}  # names that set it
 _ASKS_TO_SAMPLE = "_hf_efficient_asks_to_sample"  # attribute of a generation config
@@ -97,9 +97,9 @@ def _answered_as_asked(original):
                 text, prompt_tokens, tokens = await _unless_gone(original(*arguments), self._cb, request_id)
         if STOPS in options:
             is_parsed = utils.get_response_template(processor, model) is not None  # with its special tokens
-            tokens, is_cut = cut(tokens, options[STOPS], _tokenizer_of(processor), is_parsed)
-            if is_cut:
-                text = processor.decode(tokens, skip_special_tokens=True)
+            tokens, begun = cut(tokens, options[STOPS], _tokenizer_of(processor), is_parsed)
+            if begun is not None:
+                text = processor.decode(tokens, skip_special_tokens=True) if is_parsed else begun
                 _end_by_stop(gen_config)
         return text, prompt_tokens, tokens
 

@@ -85,18 +85,18 @@ class CutText:
         return text
 
 
-def cut(tokens: list[int], stops: StopStrings, tokenizer, special: bool = True) -> tuple[list[int], bool]:
-    """`tokens` without what the first stop string in their text begins, and whether there is one. The text of a token
-    within which it begins is encoded anew. special: whether special tokens are text."""
+def cut(tokens: list[int], stops: StopStrings, tokenizer, special: bool = True) -> tuple[list[int], str | None]:
+    """`tokens` without what the first stop string in their text begins, and their text; None where there is none. The
+    text of a token within which it begins is encoded anew. special: whether special tokens are text."""
     low, high = 0, len(tokens)
     text = stops.text(tokens, special)
     begin = stops.begin(text)
     if begin is None:
-        return tokens, False
+        return tokens, None
     while low < high:  # the fewest tokens whose text reaches the stop string
         middle = (low + high) // 2
         reaches = len(stops.text(tokens[:middle], special)) > begin
         low, high = (low, middle) if reaches else (middle + 1, high)
     kept = tokens[: low - 1]
     rest = text[len(stops.text(kept, special)) : begin]
-    return kept + (tokenizer.encode(rest, add_special_tokens=False) if rest else []), True
+    return kept + (tokenizer.encode(rest, add_special_tokens=False) if rest else []), text[:begin]

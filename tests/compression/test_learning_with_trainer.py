@@ -204,7 +204,7 @@ def test_muon_takes_the_matrices_and_one_schedule_serves_both(folder):
         matrices = {id(module.coded.weight) for module in trained_linears(model).values()}
         assert {id(p) for group in muon.param_groups for p in group["params"]} == matrices
         rest = [module.coded.log_scale for module in trained_linears(model).values()]
-        rest += [module.weight for module in model.modules() if isinstance(module, LearnedNorm)]
+        rest += [module.learned for module in model.modules() if isinstance(module, LearnedNorm)]
         assert {id(p) for group in adam.param_groups for p in group["params"]} == {id(p) for p in rest}
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
         rates = [group["lr"] / group["initial_lr"] for each in optimizer.optimizers for group in each.param_groups]

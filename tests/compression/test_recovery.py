@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from helpers import tiny_model, tiny_tokenizer
+from recurrent_models import recurrent_model
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.pytorch_utils import Conv1D
@@ -14,6 +15,7 @@ from hf_efficient.calibration.blocks import weight_of
 from hf_efficient.calibration.divergence import distillation_loss
 from hf_efficient.cli import main
 from hf_efficient.compression.recovery import masked_linear, progress, training, unpacking
+from hf_efficient.compression.recovery.learned_norm import LearnedNorm
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.bitmap import BitmapFormat
 from hf_efficient.formats.sparse24 import Sparse24Format
@@ -334,3 +336,16 @@ def test_norms_learn_and_stay_of_their_dtype():
     after = {name: each for name, each in model.named_parameters() if "norm" in name}
     assert len(before) == 5 and after.keys() == before.keys()
     assert all(each.dtype is torch.bfloat16 and not torch.equal(each, before[name]) for name, each in after.items())
+
+
+@pytest.mark.parametrize("name", ["bamba", "mamba2"])
+def test_recurrent_models_compute_in_training_what_they_are(name):
+    """transformers reads attributes of the norms beside their weights."""
+    model = recurrent_model(name).to(torch.bfloat16).train()
+    expected = model(input_ids=TOKENS, use_cache=False).logits
+    with unpacking.trainable(model):
+        found = model(input_ids=TOKENS, use_cache=False).logits
+        found.float().sum().backward()
+        norms = [module for module in model.modules() if isinstance(module, LearnedNorm)]
+        assert norms and all(norm.learned.grad is not None for norm in norms)
+    assert torch.equal(found, expected)

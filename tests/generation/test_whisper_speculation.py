@@ -8,7 +8,7 @@ from draft_models import Recorder
 from encoder_decoder_models import encoder_decoder
 from test_encoder_decoder_speculation import draft_of
 
-from hf_efficient import BestOf, PromptLookup, Speculation, TokenRecycling, enable_speculation
+from hf_efficient import BestOf, PromptLookup, Speculation, TokenRecycling, enable_speculation, optimize
 from hf_efficient.generation.drafters.assistant import AssistantDrafter
 
 
@@ -108,10 +108,11 @@ def test_prompts_of_the_decoder_are_padded(models, monkeypatch):
 
 
 def test_what_is_refused(models):
-    _, model, _ = models
+    plain, model, _ = models
     options = dict(**sound("", 1), max_new_tokens=4)
-    with pytest.raises(ValueError, match="num_beams=2: speculation is greedy or sampled"):
-        model.generate(**options, assistant_model=TokenRecycling(), num_beams=2)
+    for each in (model, optimize(copy.deepcopy(plain))):
+        with pytest.raises(ValueError, match="num_beams=2: speculation is greedy or sampled"):
+            each.generate(**options, assistant_model=TokenRecycling(), num_beams=2)
     with pytest.raises(ValueError, match="assistant_model='mtp': Whisper.* has num_mtp_layers=None"):
         model.generate(**options, assistant_model="mtp")
     with pytest.raises(ValueError, match="prompt_lookup_num_tokens=2 and an assistant model were both given"):

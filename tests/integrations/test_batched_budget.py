@@ -122,9 +122,9 @@ def test_nothing_is_captured_while_sequences_decode(budget, monkeypatch):
     monkeypatch.setattr(captured_step, "MANY_EAGER", 2)
     captured, original = [], captured_step.Capture
 
-    def counting(compute):
+    def counting(*arguments):
         captured.append(1)
-        return original(compute)
+        return original(*arguments)
 
     monkeypatch.setattr(captured_step, "Capture", counting)
     model = tiny_model("llama")
@@ -133,9 +133,9 @@ def test_nothing_is_captured_while_sequences_decode(budget, monkeypatch):
     model.set_attn_implementation("flash_paged")
     widths, forward = [], CapturedStep._forward
 
-    def noting(self, width, rows):
+    def noting(self, width, rows, head):
         before = len(captured)
-        result = forward(self, width, rows)
+        result = forward(self, width, rows, head)
         widths.append((width, len(captured) > before, self.captures_many, bool(self.pages.starts[1])))
         return result
 

@@ -3,15 +3,17 @@
 import itertools
 
 import pytest
+import tokenizers
 import torch
 from helpers import TINY_MODELS, byte_level_tokenizer, needs_transformers, tiny_model
 from saved_models import INT4, folder, load
 from test_batched_speculation import drafted  # noqa: F401
 from test_batched_step import NEW_TOKENS, PAGE_SIZE, PROMPTS, manager_of, one_by_one, plain  # noqa: F401
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from hf_efficient import ContinuousBatchingConfig
 from hf_efficient.generation.replay.captured_step import CapturedStep
+from hf_efficient.generation.stop_strings import CutText, StopStrings, cut
 from hf_efficient.kernels.replay.recorder import interpreter
 
 
@@ -84,6 +86,33 @@ def test_a_stop_string_may_begin_in_the_prompt(tokenizer):
         expected = alone(model, PROMPTS[0], tokenizer, stop_strings=stop)
         assert batched(model, tokenizer, PROMPTS[:1], dict(stop_strings=stop)) == [expected]
         assert len(expected) == (1 if stop == text else NEW_TOKENS)
+
+
+def test_stop_strings_of_one_call_are_gone_with_it(tokenizer):
+    """As arguments of `generate_batch`, and of a manager that stays."""
+    model = tiny_model("llama")
+    whole = one_by_one(model)
+    stop = tokenizer.decode(whole[0], skip_special_tokens=False)[2:4]
+    expected = [alone(model, prompt, tokenizer, stop_strings=stop) for prompt in PROMPTS]
+    model.set_attn_implementation("flash_paged")
+    options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": 2, "pad_token_id": 0, "do_sample": False}
+    pages = ContinuousBatchingConfig(**{"num_blocks": 128, PAGE_SIZE: 4, "max_batch_tokens": 24})
+    config, stopping = GenerationConfig(**options), GenerationConfig(**options, stop_strings=stop)
+    try:
+        for generation, arguments, answers in (
+            (stopping, dict(tokenizer=tokenizer), expected),
+            (config, {}, whole),
+            (config, dict(stop_strings=stop, tokenizer=tokenizer), expected),
+        ):
+            outputs = model.generate_batch(PROMPTS, generation, pages, persistent_manager=True, **arguments)
+            assert [output.generated_tokens for output in outputs.values()] == answers
+    finally:
+        model.destroy_cached_continuous_batching_manager()
+    assert stopping.stop_strings == stop and expected != whole
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="stop_strings in generate_batch needs a model with attn_implementation"):
+        pages.auto_switch_to_flash = False
+        model.generate_batch(PROMPTS, config, pages, stop_strings=stop, tokenizer=tokenizer)
 
 
 def test_stop_strings_need_a_tokenizer(tokenizer):
@@ -171,9 +200,11 @@ def test_options_of_requests_draw_from_their_own_distribution():
             assert own.count(token) / count == pytest.approx(probability, abs=4.5 * spread), options
 
 
-def test_log_probabilities_of_greedy_requests():
+@pytest.mark.parametrize("unused", [{}, dict(do_sample=False, temperature=0.5, top_k=3)])
+def test_log_probabilities_of_greedy_requests(unused):
+    """Those of the scores as they are: what warps them is for requests that sample."""
     model = tiny_model("qwen3")
-    managers = manager_of(model, return_logprobs=True), manager_with(model, return_logprobs=True)
+    managers = manager_of(model, return_logprobs=True), manager_with(model, unused, return_logprobs=True)
     results = []
     for manager in managers:
         manager.start()
@@ -260,7 +291,6 @@ def test_options_of_requests_are_asked_for_in_the_config():
 
 def test_text_is_cut_where_a_stop_string_begins(tokenizer):
     """In parts of any length, as from one text; what might be its beginning is held back."""
-    from hf_efficient.generation.stop_strings import CutText, StopStrings, cut
 
     class Parts:
         def step(self, tokenizer, part):
@@ -287,6 +317,19 @@ def test_text_is_cut_where_a_stop_string_begins(tokenizer):
     tokens = tokenizer.encode(answer, add_special_tokens=False)
     for begin in range(1, len(answer) - 2):
         stop = answer[begin : begin + 3]
-        kept, is_cut = cut(tokens, StopStrings(stop, tokenizer), tokenizer)
-        assert is_cut and tokenizer.decode(kept) == answer[: answer.index(stop)]
-    assert cut(tokens, StopStrings("nowhere", tokenizer), tokenizer) == (tokens, False)
+        kept, text = cut(tokens, StopStrings(stop, tokenizer), tokenizer)
+        assert tokenizer.decode(kept) == text == answer[: answer.index(stop)]
+    assert cut(tokens, StopStrings("nowhere", tokenizer), tokenizer) == (tokens, None)
+
+
+def test_the_text_before_a_stop_string_is_not_encoded_anew():
+    """Llama 2's tokenizer puts a space before every text that it encodes, and takes one away where it decodes."""
+    words = {"▁Hello": 0, "▁world": 1, "▁": 2, "▁wor": 3, **{letter: i + 4 for i, letter in enumerate("wordl")}}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="▁"))
+    model.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0)]
+    )
+    model.normalizer = tokenizers.normalizers.Prepend("▁")
+    fast = PreTrainedTokenizerFast(tokenizer_object=model)
+    tokens, text = cut([0, 1], StopStrings("ld", fast), fast)
+    assert text == "Hello wor" and tokens[:1] == [0]

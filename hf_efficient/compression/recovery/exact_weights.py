@@ -26,7 +26,10 @@ def exact_expert(module: EfficientLinear, name: str, weight: str, expert: int, t
     other = _module_of(teacher, name)
     if other is None or not is_fused_experts(other):
         return None
-    exact = getattr(other, weight)[expert]
+    stacked = getattr(other, weight, None)
+    if stacked is None or expert >= len(stacked):
+        return None
+    exact = stacked[expert]
     return _where_alike(module, exact.t() if is_transposed(other) else exact)
 
 

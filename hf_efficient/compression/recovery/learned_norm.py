@@ -14,34 +14,47 @@ RATE = 0.1  # learning rate relative to the mean of a norm's absolute values, in
 
 
 class LearnedNorm(nn.Module):
-    """Takes the place of a norm while the model is trained. Computes what the norm computes, in its dtype.
+    """Takes the place of a norm while the model is trained. Computes what the norm computes, in its dtype, and has its
+    attributes: models read them.
 
     Attributes:
-        weight: parameter, the float32 weight [d] of the norm.
+        learned: parameter, the float32 weight [d] of the norm.
+        weight: the same in the dtype of the norm.
     """
 
     def __init__(self, origin: nn.Module):
         super().__init__()
         self._origin = (origin,)  # a tuple, so that it does not become a submodule
-        self.weight = nn.Parameter(origin.weight.detach().float().clone())
+        self.learned = nn.Parameter(origin.weight.detach().float().clone())
         self.train(origin.training)
 
     def groups(self, rate: float) -> list[dict]:
         """The weight with its learning rate."""
-        return [{"params": [self.weight], "lr": RATE * rate * self.weight.detach().abs().mean().item()}]
+        return [{"params": [self.learned], "lr": RATE * rate * self.learned.detach().abs().mean().item()}]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.learned.to(self._origin[0].weight.dtype)
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_origin":
+                raise
+            return getattr(self._origin[0], name)
 
     def forward(self, *inputs, **named):
-        origin = self._origin[0]
-        return functional_call(origin, {"weight": self.weight.to(origin.weight.dtype)}, inputs, named)
+        return functional_call(self._origin[0], {"weight": self.weight}, inputs, named)
 
     def is_finite(self) -> bool:
-        return self.weight.isfinite().all().item()
+        return self.learned.isfinite().all().item()
 
     @torch.no_grad()
     def packed(self) -> nn.Module:
         """The original norm with this weight, rounded to its dtype."""
-        origin = self._origin[0].to(self.weight.device)
-        origin.weight.copy_(self.weight)
+        origin = self._origin[0].to(self.learned.device)
+        origin.weight.copy_(self.learned)
         return origin.train(self.training)
 
 

@@ -77,7 +77,8 @@ class RecoveryOptions:
         """JSON-able: what an interrupted training on these windows must have in common with the one that goes on."""
         fields = ("batch_size", "divergence", "text_share", "lora_rank", "seed", "optimizer", "warm_up", "kv_format")
         own = {field: getattr(self, field) for field in fields}
-        own |= {"model": fingerprint(model), "teacher": fingerprint(teacher)}
+        if self.checkpoint_dir is not None:
+            own |= {"model": fingerprint(model), "teacher": fingerprint(teacher)}
         return {**own, "learning_rate": self.largest_rate, "windows": [*windows.shape, windows.sum().item()]}
 
 

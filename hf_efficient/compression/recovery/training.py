@@ -95,6 +95,7 @@ def _arguments(model, folder, length: int, options: RecoveryOptions) -> Training
         save_total_limit=1,
         use_cpu=on_cpu,
         ddp_backend="gloo" if on_cpu and processes > 1 else None,
+        ddp_find_unused_parameters=processes > 1,  # an expert may get no token
         dataloader_pin_memory=not on_cpu,
         dataloader_drop_last=True,
         remove_unused_columns=False,

@@ -98,7 +98,8 @@ class PublishedDFlash(DraftHeads):
         if self.block["takes_vocabulary"]:
             vocabulary = self.describe(model)["vocab_size"]
             check_integers(self.target["name"], {"mask_token_id": self.block["mask_token_id"]}, 0, vocabulary - 1)
-            self.draft_tokens = torch.arange(vocabulary)
+            if len(self.draft_tokens) != vocabulary:  # a new one would have the target's head taken apart again
+                self.draft_tokens = torch.arange(vocabulary)
         super().check(model)
 
     def _output_rows(self, output, model) -> tuple[torch.Tensor, torch.Tensor | None]:

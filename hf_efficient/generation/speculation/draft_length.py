@@ -89,7 +89,9 @@ class DraftLengthPolicy:
         return self.statistics.steps_to_trial > 1 and not is_free and not self.is_off
 
     def wake(self) -> None:
-        """The next step drafts as deep as it can, and later ones if that pays."""
+        """The next step drafts as deep as it can, and later ones if that pays; not where drafts have cost too much."""
+        if self.statistics.balance < 0:
+            return
         self.statistics.steps_to_trial, self._is_awake = 0, True
 
     def depths(self, limits: list[int], unfinished: int | None = None) -> list[int]:
@@ -162,7 +164,8 @@ class DraftLengthPolicy:
         depth of its deepest draft. is_steady: False where such steps will take less time from now on, as this one
         captured its forward. tokens: that its forward computed; None for those of a padded one."""
         width, statistics = 0 if proposal is None else proposal.width, self.statistics
-        if self.timed and not width and statistics.steps_to_trial > 1 and statistics.steps_to_trial % REST_STEPS_TIMED:
+        is_at_rest = not width and not self.chosen_depth and statistics.steps_to_trial > 1
+        if self.timed and is_at_rest and statistics.steps_to_trial % REST_STEPS_TIMED:
             statistics.balance = min(CREDIT, statistics.balance + LOST_SHARE)
             return
         if self.timed:

@@ -62,7 +62,8 @@ def train_draft(
         num_tokens: tokens of answers to learn from.
         epochs: how often each answer is seen.
         minutes: a limit on the time: text generation ends after half of it, and training fits in the rest. None: no
-            limit. With kind="model" training takes all of the rest, whatever `epochs`.
+            limit. With kind="model" training takes all of the rest, whatever `epochs`, and a run that goes on keeps the
+            minutes that it had for training.
         draft: for kind="model", a model of the target's vocabulary, which is trained in place.
         layers: for kind="model" instead of `draft`: so many layers of the target are kept (`prune_structure`).
         draft_tokens: the heads guess from this many tokens, the most frequent ones of the answers; by default 4096. A
