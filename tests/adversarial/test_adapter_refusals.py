@@ -154,5 +154,9 @@ def test_peft_is_served_from_the_moment_it_is_imported():
     assert hf_efficient._RegisterAfterImport("no_such_package", None).find_spec("no_such_package") is None
     spec = importlib.util.spec_from_file_location("hf_efficient_again", hf_efficient.__file__)
     before = list(sys.meta_path)
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    assert sys.meta_path == before and hasattr(BaseTuner.inject_adapter, "__wrapped__")
+    try:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        waiting = [each.module for each in sys.meta_path if each not in before]
+    finally:
+        sys.meta_path[:] = before
+    assert not {"peft", "transformers.modeling_utils"} & {*waiting} and hasattr(BaseTuner.inject_adapter, "__wrapped__")
