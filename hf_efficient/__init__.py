@@ -124,8 +124,10 @@ def _register_peft() -> None:
 
 
 def _register_serving() -> None:
-    if importlib.import_module("hf_efficient.integrations.transformers_releases").has("5.19"):
-        importlib.import_module("hf_efficient.integrations.transformers_serving").register()
+    name = "hf_efficient.integrations.transformers_serving"
+    is_being_imported = name in sys.modules  # it imports the server, and registers at its end
+    if not is_being_imported and importlib.import_module("hf_efficient.integrations.transformers_releases").has("5.19"):
+        importlib.import_module(name).register()
 
 
 class _RegisterAfterImport(importlib.abc.MetaPathFinder):

@@ -239,3 +239,6 @@ class _Receiving:
     async def __call__(self, scope, receive, send):
         _RECEIVE.set(receive)
         await self.app(scope, receive, send)
+
+
+register()

@@ -76,7 +76,8 @@ class CodebookWeight(TunedWeight):
     def tensors(self) -> dict[str, torch.Tensor]:
         places = self.codes
         if self.is_power:
-            places = _places(_values(places) / _power(self.exponent))
+            power = _power(self.exponent)
+            places = _places(_rounded(_values(places), power) / power)  # rounded as in `compute`, ties too
         places = places.round().clamp_(0, self.entries.shape[1] - 1).long().flatten(1)[:, : self.columns]
         codes = self._rows(self.code_of).gather(1, places).to(torch.uint8)
         factor = _power(self.exponent)[..., 0] if self.is_power else self.log_scale.exp()

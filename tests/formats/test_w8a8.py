@@ -339,7 +339,7 @@ def test_config_round_trip(arguments):
 
 
 BAD = [
-    (dict(dtype="int4"), r"dtype='int4' .* one of \('int8', 'fp8'\)"),
+    (dict(dtype="int4"), r"dtype='int4' .* one of \('int8', 'fp8', 'fp8_e5m2'\)"),
     (dict(method="rtn"), "method='rtn'"),
     (dict(weights="group"), "weights='group'"),
     (dict(threshold=-1.0), "threshold=-1.0"),

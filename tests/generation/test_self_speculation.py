@@ -203,7 +203,7 @@ def test_modules_with_hooks_of_accelerate_are_not_run_for_the_draft():
         ({"skip_layers": [1.5]}, "skip_layers=.*at least one layer index"),
         ({"skip_layers": [1], "exit_layer": 1}, "give one of them"),
         ({"exit_layer": 0}, "exit_layer=0: must be an integer of at least 1"),
-        ({"bits": 5}, r"bits=5 is not supported: it must be one of \(2, 3, 4, 8\)"),
+        ({"bits": 5}, r"bits=5 is not supported: it must be one of \(2, 3, 4, 6, 8\)"),
         ({"bits": 4, "num_tokens": 0}, "num_tokens=0: must be an integer of at least 1"),
         ({"skip_layers": [4]}, "skip_layers=.*layers 0 to 3, not 4"),
         ({"skip_layers": [-1, 2]}, "skip_layers=.*layers 0 to 3, not -1"),

@@ -126,7 +126,7 @@ def test_bits_of_other_experts_are_refused(tmp_path, arguments, message):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (dict(bits=[4, 5]), r"bits=\[4, 5\] is not supported: it must be a list of one of \(2, 3, 4, 8\) for each"),
+        (dict(bits=[4, 5]), r"bits=\[4, 5\] is not supported: it must be a list of one of \(2, 3, 4, 6, 8\) for each"),
         (dict(bits=[4, 2], group_size=None), "group_size=None is not supported"),
         (dict(bits=[4, 2], rotate=True), "rotate=True is not supported"),
         (dict(bits=[4, 2], activation_bits=4, rotate=False), "activation_bits=4 is not supported"),
