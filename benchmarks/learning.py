@@ -15,9 +15,8 @@ model as teacher.
 Minutes are CPU minutes of this process, so that a machine that does other things gives the same training: 60 minutes of
 two cores are 120. They are those of the call, with the teacher's forwards, the measuring of held-out text and the
 packing. With --checkpoints an interrupted row goes on, and its minutes count from its beginning (with --steps: from
-the interruption). The model that a row
-made stays in its folder there. "FLOPs" counts six times the linear parameters a token for the student and two for the
-teacher. Rows named "loss: ..." compare losses at equal minutes.
+the interruption). The model that a row made stays in its folder there. "FLOPs" counts six times the linear parameters a
+token for the student and two for the teacher. Rows named "loss: ..." compare losses at equal minutes.
 """
 
 import json
