@@ -10,42 +10,9 @@ from transformers.generation import logits_process as processors_of
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from hf_efficient.cache.bookkeeping.tensors import to_device
+from hf_efficient.generation.processor_kinds import MIN_LENGTH, STATEFUL, kind_of
 from hf_efficient.generation.speculation.sampling import Uniforms
 from hf_efficient.integrations.transformers_loop import allowed_tokens_fn
-
-
-# Processors that read one row of scores and nothing else: one call takes all sequences and positions.
-POINTWISE = (
-    processors_of.TemperatureLogitsWarper,
-    processors_of.TopKLogitsWarper,
-    processors_of.TopPLogitsWarper,
-    processors_of.TopHLogitsWarper,
-    processors_of.MinPLogitsWarper,
-    processors_of.TypicalLogitsWarper,
-    processors_of.EpsilonLogitsWarper,
-    processors_of.EtaLogitsWarper,
-    processors_of.InfNanRemoveLogitsProcessor,
-    processors_of.LogitNormalization,
-    processors_of.SuppressTokensLogitsProcessor,
-)
-# Processors that forbid the end-of-sequence tokens below a length; the value is that length.
-MIN_LENGTH = {
-    processors_of.MinLengthLogitsProcessor: lambda own: own.min_length,
-    processors_of.MinNewTokensLengthLogitsProcessor: lambda own: own.prompt_length_to_skip + own.min_new_tokens,
-}
-# Processors that remember their last call, so that a rejected draft cannot be taken back from them.
-STATEFUL = (
-    processors_of.UnbatchedClassifierFreeGuidanceLogitsProcessor,
-    processors_of.SynthIDTextWatermarkLogitsProcessor,
-)
-
-
-def _kind(processor) -> str:
-    if type(processor) is processors_of.PrefixConstrainedLogitsProcessor:
-        return "constraint"
-    if type(processor) in MIN_LENGTH:
-        return "min length"
-    return "pointwise" if type(processor) in POINTWISE else "by length"
 
 
 def longest(criteria: StoppingCriteriaList) -> int:
@@ -134,7 +101,7 @@ class Sequences:
         self.stopped_at: list[int | None] = [None] * self.batch_size  # length at which a sequence stopped
         self._index = torch.arange(self.batch_size, device=self.device)  # `live` on the device
 
-        self.processors = [(kind, list(group)) for kind, group in groupby(processors, _kind)]
+        self.processors = [(kind, list(group)) for kind, group in groupby(processors, kind_of)]
         self.processors_read_ids = any(kind != "pointwise" for kind, _ in self.processors)
         self.max_length = longest(criteria)
         self.eos = {int(t) for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.flatten()}
@@ -146,6 +113,7 @@ class Sequences:
         self.end_one_by_one = has_ends and not pads_finished
         self.pads_finished = has_ends and pads_finished
         self._uniforms = Uniforms()
+        self._written = 0  # columns that `write` has filled behind the sequences since `extend`
         self.scores: list[torch.Tensor] | None = [] if keep_scores else None
         self.logits: list[torch.Tensor] | None = [] if keep_logits else None
 
@@ -207,6 +175,7 @@ class Sequences:
     def write(self, tokens: torch.Tensor, offset: int = 0) -> None:
         """Writes `tokens` [rows, width] behind each live sequence, `offset` positions later, without counting them."""
         needed = self._reserve(offset + tokens.shape[1])
+        self._written = max(self._written, offset + tokens.shape[1])
         if (length := self._common_length()) is not None:
             self.tokens[:, length + offset : needed] = tokens
             return
@@ -301,6 +270,7 @@ class Sequences:
             self.write(tokens)
             self._apply_criteria(kept)
         new = [row[2 : 2 + count] for row, count in zip(host, kept)]
+        width = max(width, self._written)  # a drafter may have written more than was verified
         if self.device.type == "cpu":
             self._reserve(width)
             whole = self.tokens.numpy()
@@ -308,9 +278,10 @@ class Sequences:
                 whole[b, length : length + width] = some + [self.padding] * (width - len(some))
         else:
             if min(kept) < width:
-                keep = to_device(kept, torch.int64, self.device)[:, None]
-                tokens = torch.where(torch.arange(width, device=self.device) < keep, tokens, self.padding)
+                tokens, keep = pad(tokens, (0, width - tokens.shape[1])), to_device(kept, torch.int64, self.device)
+                tokens = torch.where(torch.arange(width, device=self.device) < keep[:, None], tokens, self.padding)
             self.write(tokens)
+        self._written = 0
         for b, some in zip(self.live, new):
             if some:
                 self.generated[b] += len(some)

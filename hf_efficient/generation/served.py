@@ -17,9 +17,9 @@ from hf_efficient.generation.model_traits import (
     reads_encoder,
     reads_media,
 )
+from hf_efficient.generation.processor_kinds import STATEFUL
 from hf_efficient.generation.replay.captured_forward import DTYPES, MAX_TOKENS, is_being_watched, why_not_captured
 from hf_efficient.generation.request import GenerationRequest
-from hf_efficient.generation.sequences import STATEFUL
 from hf_efficient.integrations.transformers_compat import attention_of
 from hf_efficient.integrations.transformers_loop import is_users_cache
 from hf_efficient.integrations.transformers_releases import states_name

@@ -38,6 +38,15 @@ def append(sequences: Sequences, tokens: torch.Tensor, accepted=None) -> list[li
     return sequences.extend(tokens, accepted, accepted)[0]
 
 
+def test_drafts_that_were_not_verified_leave_no_token_behind():
+    """A drafter writes three tokens, one is verified; a sequence that ends gets padding behind its last token."""
+    criteria = StoppingCriteriaList([MaxLengthCriteria(64), EosTokenCriteria(9)])
+    sequences = Sequences(torch.ones(2, 3, dtype=torch.int64), None, 0, LogitsProcessorList(), criteria)
+    sequences.write(torch.full((2, 3), 7))
+    append(sequences, torch.tensor([[5], [9]]))
+    assert sequences.tokens[:, 3:7].tolist() == [[5, 0, 0, 0], [9, 0, 0, 0]]
+
+
 class TestSuffixAutomaton:
     @pytest.mark.parametrize("vocabulary", [1, 2, 4, 12])
     def test_holds_what_followed_every_suffix(self, vocabulary):
