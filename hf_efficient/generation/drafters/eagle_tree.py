@@ -15,6 +15,7 @@ from hf_efficient.generation.speculation.token_tree import best_first
 
 BRANCHES = 8  # children of a node that are considered
 MIN_REACH = 0.2  # a depth is drafted only where some sequence reaches it with at least this probability
+NEW_SHARE = 0.1  # of a step in the running mean of how likely the first guess of a depth is
 PREFILL_TOKENS = 2048  # of all sequences, read in one forward
 PADDED_WIDTH = 16  # tokens a sequence: up to so many are padded to powers of two, for fewer captures
 MAX_CACHES = 4  # one for each number of sequences, which is halved as they end
@@ -31,14 +32,20 @@ class EagleTree(DraftHeads):
     Subclasses have a weight `fuse`, in whose dtype and on whose device features are read.
 
     Attributes:
-        beam: nodes continued at each depth, >= 1; `beam = nodes = 1` guesses a chain. May be set any time.
+        beam: nodes continued at each depth, >= 1; `beam = nodes = 1` guesses a chain. May be set any time. None: 6, or
+            1 where a chain is captured, on a CPU: there the others cost more than they gain.
     """
 
     fuse: torch.Tensor
 
     def __init__(self, *arguments, **shape):
         super().__init__(*arguments, **shape)
-        self.beam = 6
+        self.beam: int | None = None
+
+    @property
+    def _width(self) -> int:
+        """Nodes continued at each depth."""
+        return min(self.beam or 6, BRANCHES, len(self.draft_tokens))
 
     @abstractmethod
     def _new_cache(self, rows: int, tree: int, branches: int):
@@ -53,11 +60,12 @@ class EagleTree(DraftHeads):
         # not read yet: tokens, the features that predicted them, and which of them are no padding
         self._pending = [(sequences.last(columns).cpu().numpy(), hidden, real)]
         self._token_ids = self.draft_tokens.cpu().numpy()
+        self._goes_on = np.ones(self.max_tokens)  # how likely the first guess of each depth was lately
         self._cache = self._cache_for(rows)
 
     def _cache_for(self, rows: int):
         branches = min(BRANCHES, len(self.draft_tokens))
-        kind = rows, max(1, min(self.beam, branches) * (self.max_tokens - 1))
+        kind = rows, max(1, self._width * (self.max_tokens - 1))
         cache = self._captures.pop(kind, None) or self._new_cache(*kind, branches)
         self._captures[kind] = cache  # the latest used last
         while len(self._captures) > MAX_CACHES:
@@ -85,8 +93,10 @@ class EagleTree(DraftHeads):
         if depth == 0:
             return None
         self._catch_up()
+        if self._width == 1 and hasattr(self._cache, "chain"):
+            return self._propose_chain(depth, limits, nodes)
         features, chances, indices = self._root
-        rows, beam = len(features), min(self.beam, chances.shape[-1])
+        rows, beam = len(features), self._width
         row, node = np.arange(rows)[:, None], np.arange(beam)
         above = np.full((rows, 1), -1)  # the nodes that are continued: indices among the candidates
         likely = np.ones((rows, 1), np.float32)  # and probabilities of the paths to them
@@ -116,18 +126,52 @@ class EagleTree(DraftHeads):
         candidates = (np.concatenate(parts, 1) for parts in (tokens, confidence, parents))
         return best_first(*candidates, np.array(depths), limits, nodes, self._sequences.device)
 
+    def _propose_chain(self, depth: int, limits: list[int], nodes: int) -> Proposal | None:
+        """With a beam of 1: the likeliest guess goes on at each depth, and the others are its siblings."""
+        features, chances, indices = self._root
+        reach, likeliest = chances[:, 0, 0].max(), 1
+        while likeliest < depth and reach >= MIN_REACH:
+            reach *= self._goes_on[likeliest]
+            likeliest += 1
+        depth = likeliest
+        if depth > 1:
+            level, rows = np.arange(depth - 1)[:, None, None], len(features)
+            first, positions = self._token_ids[indices[None, :, :, 0]], self._lengths[:, None] + level
+            numbers = np.concatenate([first, positions])
+            masks = self._mask(None, self._lengths[:, None])[None].repeat(depth - 1, 0)
+            for last in range(depth - 1):
+                masks[last, ..., : last + 1] = 0
+            temperatures = np.array(self.temperatures[1:depth], np.float32)
+            given = (torch.from_numpy(x).to(self.fuse.device) for x in (numbers, masks, temperatures))
+            numbers, masks, temperatures = given
+            deeper = self._cache.chain(numbers, masks, features, temperatures)
+            chances, indices = (np.concatenate([x, y.cpu().numpy()], 1) for x, y in zip((chances, indices), deeper))
+            seen_now = chances[:, 1:, 0].max(0)
+            self._goes_on[1:depth] += (seen_now - self._goes_on[1:depth]) * NEW_SHARE
+        branches = chances.shape[-1]
+        likely = np.concatenate([np.ones_like(chances[:, :1, 0]), chances[:, :-1, 0]], 1).cumprod(1)
+        confidence = (chances * likely[..., None]).reshape(len(chances), -1)
+        depths = np.arange(1, depth + 1).repeat(branches)
+        parents = np.broadcast_to((depths - 2) * branches, confidence.shape).clip(-1)
+        tokens = self._token_ids[indices].reshape(confidence.shape)
+        return best_first(tokens, confidence, parents, depths, limits, nodes, self._sequences.device)
+
+    def _mask(self, seen: np.ndarray | None, reach: np.ndarray) -> np.ndarray:
+        """float32 [rows, 1, width, columns] of the first `reach` [rows, width] accepted tokens and the nodes `seen`."""
+        cache, (rows, width) = self._cache, reach.shape
+        mask = np.full((rows, 1, width, cache.columns), -np.inf, np.float32)
+        mask[:, 0, :, cache.tree :][np.arange(cache.columns - cache.tree) < reach[..., None]] = 0
+        if seen is not None:
+            mask[:, 0, :, : cache.tree][seen] = 0
+        return mask
+
     def _read(self, numbers, seen, reach, features, level: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
         """`EagleCache.read` of tokens that attend to the first `reach` [rows, width or 1] accepted tokens and to the
         nodes `seen` bool [rows, width, tree]; None for no nodes. level: depth (from 0) of the next guesses."""
-        cache, (_, rows, width) = self._cache, numbers.shape
-        mask = np.full((rows, 1, width, cache.columns), -np.inf, np.float32)
-        reached = np.arange(cache.columns - cache.tree) < np.broadcast_to(reach, (rows, width))[..., None]
-        mask[:, 0, :, cache.tree :][reached] = 0
-        if seen is not None:
-            mask[:, 0, :, : cache.tree][seen] = 0
+        mask = self._mask(seen, np.broadcast_to(reach, numbers.shape[1:]))
         temperature = np.array([self.temperatures[level]], np.float32)
         numbers, mask, temperature = (torch.from_numpy(x).to(self.fuse.device) for x in (numbers, mask, temperature))
-        features, chances, indices = cache.read(numbers, mask, features, temperature, last=seen is None)
+        features, chances, indices = self._cache.read(numbers, mask, features, temperature, last=seen is None)
         return features, chances.cpu().numpy(), indices.cpu().numpy()
 
     def _catch_up(self) -> None:
@@ -177,6 +221,10 @@ class EagleLayer(FewBitMatrices, EagleTree):
     heads: tuple[int, int, int]
     head_dim: int
     matrices = ("fuse", "attention_in", "attention_out", "mlp_in", "mlp_out")
+
+    @property
+    def _width(self) -> int:
+        return 1 if self.beam is None and self.fuse.device.type == "cpu" else super()._width
 
     @abstractmethod
     def inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Matrices of draft heads in int8: where reading them takes the time, a draft takes half of it."""
+"""Matrices of draft heads in few bits: where reading them takes the time, a draft takes half of it or less."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from hf_efficient.configs import WeightOnlyConfig
 from hf_efficient.layers import compress_linear
 
 
-_INT8 = WeightOnlyConfig(bits=8, group_size=32, method="rtn")
+FORMATS = {bits: WeightOnlyConfig(bits=bits, group_size=32, method="rtn") for bits in (4, 8)}
 OUTPUT = "output head"
 # of x: more are multiplied by the weights as they are. On SmolLM2-135M and two cores a draft took 9.4 ms in bfloat16
 # and 5.7 in int8 for one sequence, 10.7 and 11.8 for eight.
@@ -20,9 +20,9 @@ class FewBitMatrices:
     """Methods that come before those of `DraftHeads`.
 
     Attributes:
-        bits: 8 for int8 copies of `matrices` and of the output head's rows, which few tokens at once are multiplied
-            with; None for the weights as they are. They change what is drafted, never the output. May be set before
-            any call.
+        bits: 8 or 4 for copies in so many bits of `matrices` and of the output head's rows, which few tokens at once
+            are multiplied with; None for the weights as they are. They change what is drafted, never the output. May be
+            set before any call.
         matrices: names of the parameters [out, in].
     """
 
@@ -32,9 +32,9 @@ class FewBitMatrices:
     _copied_from = None
 
     def bind(self, model) -> None:
-        """As `DraftHeads.bind`. Raises ValueError for other `bits` than 8 or None."""
-        if self.bits not in (None, 8):
-            raise ValueError(f"bits={self.bits!r} of the draft heads: must be 8 or None")
+        """As `DraftHeads.bind`. Raises ValueError for other `bits` than 8, 4 or None."""
+        if self.bits not in (None, *FORMATS):
+            raise ValueError(f"bits={self.bits!r} of the draft heads: must be 8, 4 or None")
         super().bind(model)
         made_from = self.bits, self._weights
         if self._copied_from != made_from:
@@ -42,7 +42,9 @@ class FewBitMatrices:
             if self.bits is not None:
                 weights = {name: getattr(self, name) for name in self.matrices}
                 weights[OUTPUT] = self._bound[1][0]
-                self._copies = {name: _int8(weight) for name, weight in weights.items() if weight is not None}
+                self._copies = {
+                    name: _rounded(weight, self.bits) for name, weight in weights.items() if weight is not None
+                }
 
     def multiply(self, x: torch.Tensor, name: str, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., in] times one of `matrices`: [..., out]."""
@@ -62,9 +64,12 @@ class FewBitMatrices:
 
 
 @torch.no_grad()
-def _int8(weight: torch.Tensor) -> nn.Module:
-    """A layer without a bias that multiplies with `weight` [out, in] in int8."""
+def _rounded(weight: torch.Tensor, bits: int) -> nn.Module:
+    """A layer without a bias that multiplies with `weight` [out, in] rounded to so many bits."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
     layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    tensors = methods.quantize(weight.detach(), _INT8.format(), _INT8.method_name())
-    return compress_linear(layer, _INT8.format(), tensors).eval()
+    config = FORMATS[bits]
+    tensors = methods.quantize(weight.detach(), config.format(), config.method_name())
+    layer = compress_linear(layer, config.format(), tensors).eval()
+    layer.derive_layouts(weight.dtype)  # not at the first call, which captures
+    return layer
