@@ -135,9 +135,8 @@ class EagleTree(DraftHeads):
             likeliest += 1
         depth = likeliest
         if depth > 1:
-            level, rows = np.arange(depth - 1)[:, None, None], len(features)
-            first, positions = self._token_ids[indices[None, :, :, 0]], self._lengths[:, None] + level
-            numbers = np.concatenate([first, positions])
+            positions = self._lengths[:, None] + np.arange(depth - 1)[:, None, None]
+            numbers = np.concatenate([self._token_ids[indices[None, :, :, 0]], positions])
             masks = self._mask(None, self._lengths[:, None])[None].repeat(depth - 1, 0)
             for last in range(depth - 1):
                 masks[last, ..., : last + 1] = 0
