@@ -17,7 +17,7 @@ Ways to generate, greedy, whole calls of generate() with the prefill:
 - transformers prompt_lookup N, transformers assistant: its own speculation (batch 1); goals compare with the faster N.
 - the others: our drafters. `both` is the best of prompt lookup and token recycling; `assistant` drafts with the same
   4-bit model as transformers' assistant; `heads` are those of --heads, trained by `hf-efficient train-draft`, and
-  `heads int8` are the same with int8 matrices.
+  `heads int4` are the same with int4 matrices.
 The model is in bf16. With --bits 4 it has int4 weights, an int8 output head and inputs rounded to int8 (then there is
 no assistant: it would be the target).
 
@@ -172,8 +172,8 @@ def ways_to_generate(heads: Path | None, bits: int) -> tuple[dict, tuple]:
         found["heads"] = ("generate", 8, drafted(lambda: trained))
         if hasattr(trained, "matrices"):
             rounded = hf_efficient.DraftHeads.from_pretrained(heads)
-            rounded.bits = 8
-            found["heads int8"] = ("generate", 8, drafted(lambda: rounded))
+            rounded.bits = 4
+            found["heads int4"] = ("generate", 8, drafted(lambda: rounded))
     return found, instrument(ours)
 
 
@@ -272,9 +272,9 @@ def goals(lines: list[dict]) -> list[tuple]:
         for way, kind, size, at_least in (
             ("prompt_lookup", "copying", 1, 2.5),
             ("prompt_lookup", "copying", 8, 2.0),
-            *((way, "chat", 8, 1.0) for way in ("prompt_lookup", "both", "assistant", "heads")),
+            *((way, "chat", 8, 1.0) for way in ("prompt_lookup", "both", "assistant", "heads int4")),
             ("prompt_lookup", "chat", 1, 1.0),
-            ("heads", "chat", 1, 1.4),
+            ("heads int4", "chat", 1, 1.4),
         )
     ]
     rows += [
