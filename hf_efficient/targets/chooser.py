@@ -134,7 +134,7 @@ class TargetChooser:
             if name not in found and not self._is_kept(name, module) and self._config_of(name) is not None
         ]
         absent = [name for name in promised if name not in dense]
-        known = externally_read.known(self.model)
+        known = externally_read.read_outside_forward(self.model)
         is_own_class = type(self.model).__name__ in (getattr(self.model.config, "architectures", None) or ())
         if is_own_class or not (found or dense):
             found.update({name: name for name in absent if name not in known})

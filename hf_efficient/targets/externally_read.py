@@ -12,33 +12,17 @@ from torch.utils._pytree import tree_leaves
 
 from hf_efficient.experts import is_fused_experts
 from hf_efficient.integrations.transformers_compat import set_attention
+from hf_efficient.integrations.transformers_layers import read_outside_forward
 
 
-# class of a module -> its linear layers that are read so, where the forward does not run on the meta device
-KNOWN = {
-    "FalconMambaMixer": ("dt_proj",),
-    "JambaMambaMixer": ("dt_proj",),
-    "MambaMixer": ("dt_proj",),
-    "RwkvFeedForward": ("value",),
-    "RwkvSelfAttention": ("output",),
-}
 _TOKENS = 8
-
-
-def known(model: nn.Module) -> set[str]:
-    """Names of the modules of `model` that `KNOWN` lists."""
-    return {
-        f"{name}.{child}" if name else child
-        for name, module in model.named_modules()
-        for child in KNOWN.get(type(module).__name__, ())
-    }
 
 
 def read_elsewhere(model: nn.Module, names: list[str]) -> set[str]:
     """Those of the linear layers called `names` whose weight is read outside their own forward: what one forward of a
     copy of `model` (whose parameters are on the meta device) shows, and `known`. A forward that fails there shows
     what it has read until then."""
-    found = known(model).intersection(names)
+    found = read_outside_forward(model).intersection(names)
     twin = copy.deepcopy(model).eval()
     observer = _Observer(twin, names)
     # meta tensors have no values, and some forwards branch on values: these end in an exception

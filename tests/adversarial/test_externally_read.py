@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_efficient import CalibrationConfig, W8A8Config, WeightOnlyConfig
 from hf_efficient.experts import EfficientExperts
+from hf_efficient.integrations import transformers_layers
 from hf_efficient.layers import CompressedModule
 from hf_efficient.targets import externally_read
 
@@ -119,8 +120,8 @@ def test_without_the_list_the_trace_finds_them(case, monkeypatch):
     path, dense = case
     model = load(path)
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    known = externally_read.known(model)
-    monkeypatch.setattr(externally_read, "KNOWN", {})
+    known = transformers_layers.read_outside_forward(model)
+    monkeypatch.setattr(transformers_layers, "READ_OUTSIDE_FORWARD", {})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
     found = externally_read.read_elsewhere(model, linears)

@@ -338,7 +338,7 @@ def test_norms_learn_and_stay_of_their_dtype():
     assert all(each.dtype is torch.bfloat16 and not torch.equal(each, before[name]) for name, each in after.items())
 
 
-@pytest.mark.parametrize("name", ["bamba", "mamba2"])
+@pytest.mark.parametrize("name", ["bamba", "mamba2", "mamba", "falcon_mamba"])
 def test_recurrent_models_compute_in_training_what_they_are(name):
     """transformers reads attributes of the norms beside their weights."""
     model = recurrent_model(name).to(torch.bfloat16).train()

@@ -16,6 +16,7 @@ from hf_efficient.compression.recovery.learned_norm import learned_norms
 from hf_efficient.compression.recovery.saving import save_pretrained
 from hf_efficient.compression.recovery.serving import trained_linears, trained_modules
 from hf_efficient.compression.recovery.trained_layer import trained_layer
+from hf_efficient.integrations.transformers_layers import read_outside_forward
 from hf_efficient.layers import CompressedModule, EfficientLinear
 
 
@@ -27,8 +28,9 @@ logger = logging.get_logger(__name__)
 def unpack(model, teacher=None, keeps_codes: bool = True) -> None:
     """Makes the linear layers of `model` trainable in place: compressed ones become `CodedLinear`, compressed experts
     `CodedExperts`, those with a mask and no codes and plain ones `MaskedLinear`, norms `LearnedNorm`. Everything else
-    is frozen: a plain output embedding, tied weights, embeddings, other fused experts (with a warning) and all other
-    parameters. `pack` and `discard` undo it, and `save_pretrained` writes the packed model meanwhile.
+    is frozen: a plain output embedding, tied weights, linear layers whose weight the model reads outside their forward
+    (Mamba's `dt_proj`), embeddings, other fused experts (with a warning) and all other parameters. `pack` and `discard`
+    undo it, and `save_pretrained` writes the packed model meanwhile.
 
     teacher: a model whose linear layers of the same names may be what compressed ones were made of.
     keeps_codes: whether learning starts at the codes of the layers. False: at the teacher's weights, where there are.
@@ -38,8 +40,10 @@ def unpack(model, teacher=None, keeps_codes: bool = True) -> None:
     """
     head = model.get_output_embeddings()
     shared = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    found = {}
+    found, read = {}, read_outside_forward(model)
     for name, module in model.named_modules():
+        if name in read:
+            continue
         if isinstance(module, CompressedModule):
             if isinstance(module, EfficientLinear) or learns(module):
                 found[name] = module
