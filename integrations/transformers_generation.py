@@ -79,8 +79,8 @@ class SpeculativeGenerationMixin:
                 kwargs["assistant_model"] = speculation.model
             generation_config = copy.copy(generation_config)
             generation_config.num_return_sequences = 1  # of each prompt several are copies of it here
-            if has_states(self):  # which transformers cannot take back
-                generation_mode = GenerationMode.SAMPLE
+        if has_states(self) and (speculation is not None or generation_config.use_mtp):
+            generation_mode = GenerationMode.SAMPLE  # transformers cannot take states back
         super()._validate_generation_mode(generation_mode, generation_config, kwargs)
 
     # `generate()` looks for `inputs_tensor` in the signature
@@ -101,7 +101,8 @@ class SpeculativeGenerationMixin:
         options = dict(draft=assistant_model, tokenizers=tokenizers, inputs=inputs_tensor)
         request = GenerationRequest.of(self, *args, **options, **kwargs)
         config = request.generation_config
-        if config.use_mtp and assistant_model is None and request.batch_size > 1:  # which transformers does not take
+        is_ours = request.batch_size > 1 or has_states(self)  # which transformers does not take
+        if config.use_mtp and assistant_model is None and is_ours:
             return decode.run(replace(request, draft="mtp"))
         if config.use_mtp or config.speculation_type == "dflash" or self._is_left_to_transformers(request):
             super()._validate_generation_mode(GenerationMode.ASSISTED_GENERATION, config, {})
