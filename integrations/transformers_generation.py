@@ -50,8 +50,9 @@ class SpeculativeGenerationMixin:
         class MyModel(SpeculativeGenerationMixin, LlamaForCausalLM): ...
 
     or `enable_speculation(model)` for a model that is already loaded. `assistant_model="mtp"` drafts with the
-    multi-token-prediction module of the model's checkpoint, and so does `use_mtp=True` for more than one sequence. For
-    one, that and DFlash drafting by a model remain transformers' own.
+    multi-token-prediction module of the model's checkpoint, and so does `use_mtp=True` for more than one sequence, and
+    for models with recurrent layers. For one sequence of another model, that remains transformers' own, as does DFlash
+    drafting by a model.
     """
 
     @wraps(GenerationMixin.generate)

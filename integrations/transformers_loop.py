@@ -36,6 +36,8 @@ HAS_STATES = {
     "transformers.models.falcon_h1.modeling_falcon_h1": "FalconH1ForCausalLM",
     "transformers.models.jamba.modeling_jamba": "JambaForCausalLM",
     "transformers.models.lfm2.modeling_lfm2": "Lfm2ForCausalLM",
+    "transformers.models.qwen3_5.modeling_qwen3_5": "Qwen3_5ForCausalLM",
+    "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe": "Qwen3_5MoeForCausalLM",
     "transformers.models.qwen3_next.modeling_qwen3_next": "Qwen3NextForCausalLM",
 }
 SCALES_OF_STATES = ("ssm_in_multiplier",)  # attributes of these modules by which they scale what their `in_proj` reads

@@ -7,10 +7,13 @@ import torch
 from hf_efficient.integrations.transformers_releases import cache_name
 
 
-# What configs of these models do not say of the module that their checkpoints hold: a layer with full attention and
-# experts. transformers has a name for each of its tensors, as they are those of Mellum's.
-_UNSAID = {
-    "qwen3_next": dict(num_mtp_layers=1, mtp_layer_types=["full_attention"], mlp_only_layers=[], decoder_sparse_step=1)
+_UNSAID = dict(num_mtp_layers=1, mtp_layer_types=["full_attention"])
+# What configs of these models do not say of the module that their checkpoints hold: one layer with full attention, as
+# experts where the model has experts. transformers has a name for each of its tensors, as they are those of Mellum's.
+_OF_KIND = {
+    "qwen3_next": {**_UNSAID, "mlp_only_layers": [], "decoder_sparse_step": 1},
+    "qwen3_5_text": _UNSAID,
+    "qwen3_5_moe_text": _UNSAID,
 }
 
 
@@ -26,8 +29,8 @@ def load(model):
 
 @contextmanager
 def _described(config):
-    """The config of a decoder, which says inside what `_UNSAID` holds."""
-    unsaid = _UNSAID.get(config.model_type, {})
+    """The config of a decoder, which says inside what `_OF_KIND` holds."""
+    unsaid = _OF_KIND.get(config.model_type, {})
     before = {name: getattr(config, name) for name in unsaid if hasattr(config, name)}
     try:
         for name, value in unsaid.items():

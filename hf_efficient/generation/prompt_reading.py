@@ -6,8 +6,8 @@ import copy
 import torch
 from torch.nn.functional import pad
 
-from hf_efficient.generation.media_prompt import prefill_beside
 from hf_efficient.generation.model_traits import exact_length
+from hf_efficient.generation.prompt_beside import prefill_beside
 from hf_efficient.generation.replay.captured_prompt import MOST_ON_DEVICE, together
 from hf_efficient.integrations.transformers_compat import cache_name
 from hf_efficient.integrations.transformers_loop import prefill

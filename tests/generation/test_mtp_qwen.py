@@ -1,4 +1,6 @@
-"""Qwen3-Next's MTP module, of which its config says nothing: read as published, and refused by name where it is not."""
+"""The MTP modules of Qwen3-Next and Qwen3.5, of which configs say nothing: read as published, or refused by name."""
+
+import json
 
 import pytest
 import torch
@@ -56,6 +58,9 @@ def reference(tensors: dict, config, tokens: torch.Tensor, hidden: torch.Tensor)
     attended = scaled_dot_product_attention(*(z[None] for z in inputs), is_causal=True, enable_gqa=True)[0]
     x = x + multiply((attended.transpose(0, 1) * gate.sigmoid()).flatten(1), "self_attn.o_proj")
     y = norm(x, "layers.0.post_attention_layernorm")
+    if "mtp.layers.0.mlp.gate.weight" not in tensors:
+        gate, up = (multiply(y, f"mlp.{part}_proj") for part in ("gate", "up"))
+        return linear(norm(x + multiply(silu(gate) * up, "mlp.down_proj"), "norm"), tensors["lm_head.weight"])
     shares, chosen = multiply(y, "mlp.gate").softmax(-1).topk(config.num_experts_per_tok)
     routed = [
         sum(share * expert(token, f"experts.{index}") for share, index in zip(part / part.sum(), indices.tolist()))
@@ -66,10 +71,29 @@ def reference(tensors: dict, config, tokens: torch.Tensor, hidden: torch.Tensor)
 
 
 @torch.no_grad()
-def test_logits_follow_from_the_published_tensors(tmp_path):
-    target = published(tmp_path, "Qwen3-Next")
+@pytest.mark.parametrize("name", ["Qwen3-Next", "Qwen3.5", "Qwen3.5 MoE"])
+def test_logits_follow_from_the_published_tensors(tmp_path, name):
+    """Of Qwen3.5 as it is published, beside a model of images, and with experts in one tensor."""
+    target = published(tmp_path, name)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    if name != "Qwen3-Next":
+        renamed = {key.replace("model.", "model.language_model."): tensor for key, tensor in tensors.items()}
+        experts = "mtp.layers.0.mlp.experts."
+        parts = {key: renamed.pop(key) for key in list(renamed) if key.startswith(experts)}
+        if parts:
+            down, gate, up = (
+                torch.stack([parts[f"{experts}{index}.{part}_proj.weight"] for index in range(4)])
+                for part in ("down", "gate", "up")
+            )
+            renamed |= {f"{experts}gate_up_proj": torch.cat([gate, up], 1), f"{experts}down_proj": down}
+        save_file(renamed, path, metadata={"format": "pt"})
+        whole = json.loads((tmp_path / "config.json").read_text())
+        whole = {"model_type": whole["model_type"].removesuffix("_text"), "text_config": whole}
+        (tmp_path / "config.json").write_text(json.dumps(whole))
+        target = enable_speculation(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
     before = target.config.to_dict()
-    heads, tensors = MultiTokenPrediction(target), load_file(tmp_path / "model.safetensors")
+    heads = MultiTokenPrediction(target)
     assert target.config.to_dict() == before, "what the config does not say is said while the module is read"
     for row in ROWS:
         tokens, positions = torch.tensor(row[1:]), torch.arange(1, len(row))[None]
