@@ -17,14 +17,8 @@ GROUP_TOKENS = 256  # of prompts that a CPU runs together: larger groups take as
 GROUPING_THRESHOLD = 0.9  # prompts are run in groups where these compute less than this share of all positions
 ACTIVATION_BYTES = 32 << 20  # of one forward of prompts
 LEAST_COLUMNS = 16  # of a part of the prompts
-SET_HERE = {
-    "attention_mask",
-    "position_ids",
-    cache_name(),
-    "use_cache",
-    "logits_to_keep",
-    "is_causal",
-}  # arguments set by ours
+# Arguments set by ours.
+SET_HERE = {"attention_mask", "position_ids", cache_name(), "use_cache", "logits_to_keep", "is_causal"}
 
 
 def is_left_padded(mask: torch.Tensor) -> bool:
