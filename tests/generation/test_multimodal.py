@@ -99,7 +99,7 @@ def test_prompts_that_see_ahead():
     for each, faster in ((plain, model), (gemma, enable_speculation(copy.deepcopy(gemma)))):
         for call in (dict(input_ids=ids, attention_mask=mask), dict(input_ids=ids), dict(input_ids=ids[:1])):
             expected = each.generate(**call, **OPTIONS)
-            for drafter in (None, lookup, tree):
+            for drafter in (None, lookup, tree, fixed(Oracle(expected, 0.7, 5, 96))):
                 assert torch.equal(faster.generate(**call, **OPTIONS, assistant_model=drafter), expected), drafter
 
     def two_turns(model, cache, **draft):
