@@ -50,8 +50,9 @@ class SpeculativeGenerationMixin:
         class MyModel(SpeculativeGenerationMixin, LlamaForCausalLM): ...
 
     or `enable_speculation(model)` for a model that is already loaded. `assistant_model="mtp"` drafts with the
-    multi-token-prediction module of the model's checkpoint, and so does `use_mtp=True` for more than one sequence. For
-    one, that and DFlash drafting by a model remain transformers' own.
+    multi-token-prediction module of the model's checkpoint, and so does `use_mtp=True` for more than one sequence, and
+    for models with recurrent layers. For one sequence of another model, that remains transformers' own, as does DFlash
+    drafting by a model.
     """
 
     @wraps(GenerationMixin.generate)
@@ -79,8 +80,8 @@ class SpeculativeGenerationMixin:
                 kwargs["assistant_model"] = speculation.model
             generation_config = copy.copy(generation_config)
             generation_config.num_return_sequences = 1  # of each prompt several are copies of it here
-            if has_states(self):  # which transformers cannot take back
-                generation_mode = GenerationMode.SAMPLE
+        if has_states(self) and (speculation is not None or generation_config.use_mtp):
+            generation_mode = GenerationMode.SAMPLE  # transformers cannot take states back
         super()._validate_generation_mode(generation_mode, generation_config, kwargs)
 
     # `generate()` looks for `inputs_tensor` in the signature
@@ -101,7 +102,8 @@ class SpeculativeGenerationMixin:
         options = dict(draft=assistant_model, tokenizers=tokenizers, inputs=inputs_tensor)
         request = GenerationRequest.of(self, *args, **options, **kwargs)
         config = request.generation_config
-        if config.use_mtp and assistant_model is None and request.batch_size > 1:  # which transformers does not take
+        is_ours = request.batch_size > 1 or has_states(self)  # which transformers does not take
+        if config.use_mtp and assistant_model is None and is_ours:
             return decode.run(replace(request, draft="mtp"))
         if config.use_mtp or config.speculation_type == "dflash" or self._is_left_to_transformers(request):
             super()._validate_generation_mode(GenerationMode.ASSISTED_GENERATION, config, {})

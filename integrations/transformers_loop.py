@@ -14,14 +14,21 @@ SWITCH_ROPE = {
 
 # Models of text beside images or sound, by module. What this file says of them holds in all supported releases: a step
 # after the prompt reads token ids and positions, each one more than the last, and none of `MEDIA_INPUTS`. Where their
-# `prepare_inputs_for_generation` is their own, it leaves these out and does nothing else.
+# `prepare_inputs_for_generation` is their own, it leaves these out and does nothing else, `PREFIX_LM` aside.
 READS_MEDIA = {
     "transformers.models.gemma3.modeling_gemma3": "Gemma3ForConditionalGeneration",
     "transformers.models.llava.modeling_llava": "LlavaForConditionalGeneration",
+    "transformers.models.mistral3.modeling_mistral3": "Mistral3ForConditionalGeneration",
+    "transformers.models.paligemma.modeling_paligemma": "PaliGemmaForConditionalGeneration",
     "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "transformers.models.qwen2_vl.modeling_qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "transformers.models.qwen3_vl.modeling_qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
     "transformers.models.voxtral.modeling_voxtral": "VoxtralForConditionalGeneration",
 }
+# Of these, those whose `prepare_inputs_for_generation` adds 1 to positions, and whose forward takes one 4-D mask for
+# all layers, those with a window too.
+PREFIX_LM = {"transformers.models.paligemma.modeling_paligemma": "PaliGemmaForConditionalGeneration"}
 # Models, by module, in which some layers have a recurrent state. Modules with a convolution read and write it: given
 # one token, they do what a step of `generate()` does.
 HAS_STATES = {
@@ -29,6 +36,8 @@ HAS_STATES = {
     "transformers.models.falcon_h1.modeling_falcon_h1": "FalconH1ForCausalLM",
     "transformers.models.jamba.modeling_jamba": "JambaForCausalLM",
     "transformers.models.lfm2.modeling_lfm2": "Lfm2ForCausalLM",
+    "transformers.models.qwen3_5.modeling_qwen3_5": "Qwen3_5ForCausalLM",
+    "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe": "Qwen3_5MoeForCausalLM",
     "transformers.models.qwen3_next.modeling_qwen3_next": "Qwen3NextForCausalLM",
 }
 SCALES_OF_STATES = ("ssm_in_multiplier",)  # attributes of these modules by which they scale what their `in_proj` reads

@@ -1,8 +1,20 @@
 """Multi-token-prediction (MTP) modules of a model's own checkpoint, as transformers builds and loads them."""
 
+from contextlib import contextmanager
+
 import torch
 
 from hf_efficient.integrations.transformers_releases import cache_name
+
+
+_UNSAID = dict(num_mtp_layers=1, mtp_layer_types=["full_attention"])
+# What configs of these models do not say of the module that their checkpoints hold: one layer with full attention, as
+# experts where the model has experts. transformers has a name for each of its tensors, as they are those of Mellum's.
+_OF_KIND = {
+    "qwen3_next": {**_UNSAID, "mlp_only_layers": [], "decoder_sparse_step": 1},
+    "qwen3_5_text": _UNSAID,
+    "qwen3_5_moe_text": _UNSAID,
+}
 
 
 def load(model):
@@ -11,11 +23,29 @@ def load(model):
 
     Raises ValueError for a model without one, and for modules that are not read.
     """
+    with _described(model.config.get_text_config(decoder=True)) as config:
+        return _load(model, config)
+
+
+@contextmanager
+def _described(config):
+    """The config of a decoder, which says inside what `_OF_KIND` holds."""
+    unsaid = _OF_KIND.get(config.model_type, {})
+    before = {name: getattr(config, name) for name in unsaid if hasattr(config, name)}
+    try:
+        for name, value in unsaid.items():
+            setattr(config, name, value)
+        yield config
+    finally:
+        for name in unsaid:
+            setattr(config, name, before[name]) if name in before else delattr(config, name)
+
+
+def _load(model, config):
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.modeling_layers import MtpModel
 
-    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
-    count = getattr(config, "num_mtp_layers", None)
+    name, count = type(model).__name__, getattr(config, "num_mtp_layers", None)
     if count != 1:
         raise ValueError(
             f"assistant_model='mtp': {name} has num_mtp_layers={count}; models are taken whose config says 1, such as "
@@ -34,6 +64,11 @@ def load(model):
         raise ValueError(
             f"assistant_model='mtp': the MTP module of {name} is a layer of {kind!r}; full_attention and "
             "sliding_attention are taken"
+        )
+    if (getattr(config, "layer_types", None) or [None])[-1] == "linear_attention":
+        raise ValueError(
+            f"assistant_model='mtp': the last layer of {name} is 'linear_attention', and transformers takes the kind "
+            "of the module's norms from there; a last layer with attention is taken"
         )
     last = config.num_hidden_layers  # transformers' own pattern names the numbers of published sizes
     kept, conversions = model._keys_to_ignore_on_load_unexpected, vars(model).get("_weight_conversions")

@@ -24,6 +24,21 @@ _SOUND = dict(
     max_source_positions=16,
 )  # fmt: skip
 _MISTRAL = {**_TEXT, "model_type": "mistral", "sliding_window": None}
+_PIXTRAL = dict(
+    model_type="pixtral", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, head_dim=16,
+    image_size=32, patch_size=4,
+)  # fmt: skip
+_PALIGEMMA = dict(vision_config=_SIGLIP, projection_dim=64, image_token_index=4, tie_word_embeddings=False)
+_DEEPSTACK = dict(
+    **_PATCHES, hidden_size=32, out_hidden_size=64, intermediate_size=48, num_position_embeddings=16,
+    deepstack_visual_indexes=[0, 1],
+)  # fmt: skip
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+_PALIGEMMA_2 = (  # has no "sdpa", so forwards are not captured
+    "PaliGemmaForConditionalGeneration",
+    "PaliGemmaConfig",
+    dict(**_PALIGEMMA, text_config={**_TEXT, "model_type": "gemma2", "sliding_window": 40}),
+)
 # name -> (model class, config class, its arguments)
 MODELS = {
     "llava": (
@@ -47,6 +62,24 @@ MODELS = {
             ),
         ),
     ),
+    "qwen3_vl": (
+        "Qwen3VLForConditionalGeneration", "Qwen3VLConfig", dict(**_QWEN, vision_config=_DEEPSTACK)
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3VLMoeConfig",
+        {
+            **_QWEN, "text_config": {**_QWEN["text_config"], **_EXPERTS}, "vision_config": _DEEPSTACK,
+        },
+    ),
+    "mistral3": (
+        "Mistral3ForConditionalGeneration",
+        "Mistral3Config",
+        dict(
+            text_config=_MISTRAL, vision_config=_PIXTRAL, image_token_index=4, vision_feature_layer=-1,
+            tie_word_embeddings=False,
+        ),
+    ),
     "gemma3": (
         "Gemma3ForConditionalGeneration",
         "Gemma3Config",
@@ -55,6 +88,11 @@ MODELS = {
             vision_config=_SIGLIP, mm_tokens_per_image=4, image_token_index=4, boi_token_index=6, eoi_token_index=7,
             tie_word_embeddings=False,
         ),
+    ),
+    "paligemma": (
+        "PaliGemmaForConditionalGeneration",
+        "PaliGemmaConfig",
+        dict(**_PALIGEMMA, text_config={**_TEXT, "model_type": "gemma"}),
     ),
     "voxtral": (
         "VoxtralForConditionalGeneration",
@@ -66,7 +104,7 @@ MODELS = {
 
 def multimodal_model(name: str, attention: str = "sdpa"):
     """A random model, large enough in its weights that greedy decoding does not settle on one token."""
-    kind, config, arguments = MODELS[name]
+    kind, config, arguments = {**MODELS, "paligemma2": _PALIGEMMA_2}[name]
     torch.manual_seed(0)
     model = random_weights(getattr(transformers, kind)(getattr(transformers, config)(**arguments)), 2.0)
     model.set_attn_implementation({"text_config": attention})
@@ -75,14 +113,14 @@ def multimodal_model(name: str, attention: str = "sdpa"):
 
 def multimodal_inputs(name: str, rows: int) -> dict[str, torch.Tensor]:
     """The arguments of `generate()` for `rows` prompts of different length, padded on the left: in each an image of
-    four tokens (of Qwen's two, of different sizes), or a sound of four."""
+    four tokens (of Qwen's and Mistral's two or four), or a sound of four."""
     generator = torch.Generator().manual_seed(3)
     prompts = []
     for row in range(rows):
         before, after = (
             torch.randint(8, 96, (n,), generator=generator).tolist() for n in (1 + row % 3, 9 - 2 * (row % 4))
         )
-        media = [6, *[4] * (2 * (1 + row % 2)), 7] if name.startswith("qwen") else [6, *[4] * 4, 7]
+        media = [6, *[4] * (2 * (1 + row % 2) if name.startswith(("qwen", "mistral")) else 4), 7]
         prompts.append([*before, *media, *after])
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
@@ -94,4 +132,9 @@ def multimodal_inputs(name: str, rows: int) -> dict[str, torch.Tensor]:
         patches = torch.randn(int(grids.prod(1).sum()), 3 * 2 * 4 * 4, generator=generator)
         return dict(**inputs, mm_token_type_ids=(ids == 4).long(), pixel_values=patches, image_grid_thw=grids)
     pixels = torch.randn(rows, 3, 16, 16, generator=generator)
+    if name == "mistral3":
+        sizes = torch.tensor([[8 + 8 * (row % 2), 16] for row in range(rows)])
+        return dict(**inputs, pixel_values=pixels, image_sizes=sizes)
+    if name.startswith("paligemma"):  # whose prompts are all prefix
+        return dict(**inputs, pixel_values=pixels, token_type_ids=torch.zeros_like(ids))
     return dict(**inputs, pixel_values=pixels, **({"token_type_ids": (ids == 4).long()} if name == "gemma3" else {}))

@@ -35,6 +35,8 @@ MODELS = {
     "falcon_mamba": ("FalconMambaConfig", dict(state_size=8, time_step_rank=4)),
     "mamba2": ("Mamba2Config", dict(state_size=8, num_heads=8, head_dim=16, n_groups=2, chunk_size=8)),
     "lfm2": ("Lfm2Config", dict(layer_types=["conv", "full_attention"], conv_L_cache=3)),
+    "qwen3_5": ("Qwen3_5TextConfig", _DELTA),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**_EXPERTS, **_DELTA}),
     "qwen3_next": ("Qwen3NextConfig", {**_EXPERTS, **_DELTA}),
     "falcon_h1": (
         "FalconH1Config",

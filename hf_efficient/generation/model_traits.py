@@ -9,7 +9,14 @@ from hf_efficient.cache.bookkeeping.model_key import rope_types
 from hf_efficient.cache.layer_groups import HYBRID, RECURRENT
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.integrations.transformers_compat import attention_of, cache_name
-from hf_efficient.integrations.transformers_loop import HAS_STATES, LOOP_STEPS, READS_MEDIA, STATES_ALONE, SWITCH_ROPE
+from hf_efficient.integrations.transformers_loop import (
+    HAS_STATES,
+    LOOP_STEPS,
+    PREFIX_LM,
+    READS_MEDIA,
+    STATES_ALONE,
+    SWITCH_ROPE,
+)
 from hf_efficient.kernels.attention.api import ATTENTION_NAMES
 
 
@@ -91,6 +98,24 @@ def has_states_alone(model) -> bool:
 def reads_media(model) -> bool:
     """Whether the model reads images or sound in its prompt, and is known to read text alone after it."""
     return _is_one_of(model, READS_MEDIA)
+
+
+def sees_ahead(model) -> bool:
+    """Whether tokens of its prompts attend to later ones, unless a mask hides these."""
+    return getattr(decoder_config(model), "use_bidirectional_attention", None) in (True, "all")
+
+
+def first_position(model) -> int:
+    """What the model's `prepare_inputs_for_generation` adds to positions."""
+    return int(_is_one_of(model, PREFIX_LM))
+
+
+def one_mask_length(model) -> int | None:
+    """The longest sequence in which one mask serves all layers of a model whose forward takes one alone; None for no
+    limit."""
+    config = decoder_config(model)
+    is_limited = _is_one_of(model, PREFIX_LM) and attention_of(config) not in ATTENTION_NAMES
+    return getattr(config, "sliding_window", None) if is_limited else None
 
 
 def _is_one_of(model, kinds: dict[str, str]) -> bool:

@@ -6,18 +6,19 @@ import copy
 import torch
 from torch.nn.functional import pad
 
-from hf_efficient.generation.media_prompt import prefill_media
 from hf_efficient.generation.model_traits import exact_length
+from hf_efficient.generation.prompt_beside import prefill_beside
 from hf_efficient.generation.replay.captured_prompt import MOST_ON_DEVICE, together
 from hf_efficient.integrations.transformers_compat import cache_name
-from hf_efficient.integrations.transformers_loop import MEDIA_INPUTS, prefill
+from hf_efficient.integrations.transformers_loop import prefill
 
 
 GROUP_TOKENS = 256  # of prompts that a CPU runs together: larger groups take as long a token
 GROUPING_THRESHOLD = 0.9  # prompts are run in groups where these compute less than this share of all positions
 ACTIVATION_BYTES = 32 << 20  # of one forward of prompts
 LEAST_COLUMNS = 16  # of a part of the prompts
-SET_HERE = {"attention_mask", "position_ids", cache_name(), "use_cache", "logits_to_keep"}  # arguments set by ours
+# Arguments set by ours.
+SET_HERE = {"attention_mask", "position_ids", cache_name(), "use_cache", "logits_to_keep", "is_causal"}
 
 
 def is_left_padded(mask: torch.Tensor) -> bool:
@@ -38,12 +39,10 @@ def tokens_within_budget(model) -> int:
 class PromptReading:
     """Methods of `RaggedModel`."""
 
-    def _prefill_media(self, input_ids: torch.Tensor, generation_config, model_kwargs: dict) -> torch.Tensor:
-        """The logits after prompts with images or sound."""
+    def _prefill_beside(self, input_ids: torch.Tensor, generation_config, model_kwargs: dict) -> torch.Tensor:
+        """The logits after prompts of which tokens see later ones, or which hold images or sound."""
         with self._collecting_hidden():
-            logits = prefill_media(self.model, self.cache, input_ids, generation_config, model_kwargs)
-        self.extra = {key: value for key, value in self.extra.items() if key not in MEDIA_INPUTS}
-        return logits
+            return prefill_beside(self.model, self.cache, input_ids, generation_config, model_kwargs)
 
     def _lengths_to_replay(self, model_kwargs: dict, generation_config) -> list[int]:
         """Tokens of each prompt where they run in captured forwards, [] where not."""

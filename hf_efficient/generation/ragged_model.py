@@ -8,14 +8,21 @@ import torch
 from torch.nn.functional import pad
 
 from hf_efficient.cache.bookkeeping.tensors import to_device
-from hf_efficient.generation.model_traits import decoder_layers, reads_media, unmasked_layers
+from hf_efficient.generation.model_traits import (
+    decoder_layers,
+    first_position,
+    one_mask_length,
+    reads_media,
+    sees_ahead,
+    unmasked_layers,
+)
 from hf_efficient.generation.packed_reading import PackedReading
 from hf_efficient.generation.prompt_reading import SET_HERE, PromptReading, tokens_within_budget
 from hf_efficient.generation.replay.captured_forward import CapturedForward, is_being_watched, kept_bytes, tree_bits
 from hf_efficient.generation.replay.captured_prompt import CapturedPrompt
 from hf_efficient.generation.replay.graph_forward import captured_forward_of
 from hf_efficient.integrations.transformers_compat import attention_of, cache_name
-from hf_efficient.integrations.transformers_loop import limits_logits
+from hf_efficient.integrations.transformers_loop import MEDIA_INPUTS, limits_logits
 
 
 class RaggedModel(PromptReading, PackedReading):
@@ -79,34 +86,52 @@ class RaggedModel(PromptReading, PackedReading):
 
         Returns the logits that follow them, [rows, vocabulary]. Raises ValueError where the model skipped a layer.
         """
+        can_be_filled = self.cache.reads_pages and self.cache.eviction is None and not any(self.cache.cache_seqlens)
+        self._prepare_attention(can_be_filled)
         model_kwargs = {**model_kwargs, **self._cached}
         attention_mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs["position_ids"]
         self._prepare_captures(model_kwargs)
-        groups = self._groups(model_kwargs)
-        lengths = self._lengths_to_replay(model_kwargs, generation_config)
-        can_be_filled = self.cache.reads_pages and self.cache.eviction is None and not any(self.cache.cache_seqlens)
-        if self.extra and reads_media(self.model) and can_be_filled:
-            logits = self._prefill_media(input_ids, generation_config, model_kwargs)
-        elif lengths:
+        if can_be_filled and (self.sees_ahead or (self.extra and reads_media(self.model))):
+            logits = self._prefill_beside(input_ids, generation_config, model_kwargs)
+        elif lengths := self._lengths_to_replay(model_kwargs, generation_config):
             logits = self._prefill_replayed(lengths, input_ids, generation_config, model_kwargs)
-        elif len(groups) > 1:
+        elif len(groups := self._groups(model_kwargs)) > 1:
             logits = self._prefill_groups(groups, input_ids, generation_config, model_kwargs)
         else:
             with self._collecting_hidden(), self.cache.forward_context():
                 logits = self._read(input_ids, generation_config, model_kwargs).logits[:, -1]
         self._check_first_layers()
+        if self.sees_ahead:
+            self._cached["is_causal"] = True
         self.prompt = list(self.cache.cache_seqlens)  # tokens of each prompt in the cache
         rows = len(input_ids)
         device = self.model.device
-        position = position_ids[..., -1:].to(device)
+        position = position_ids[..., -1:].to(device) + first_position(self.model)
         self.position = position.expand(*position_ids.shape[:-2], rows, 1)  # of the prompt's last token
         self.mask = None if attention_mask is None or self.cache.reads_pages else attention_mask.bool().to(device)
+        if reads_media(self.model):
+            self.extra = {key: value for key, value in self.extra.items() if key not in MEDIA_INPUTS}
         if "token_type_ids" in self.extra:
             self.extra["token_type_ids"] = self.extra["token_type_ids"][:, -1:]
         for key in ("mm_token_type_ids", "moe_mm_token_type_ids"):  # what is generated is text
             if key in self.extra:
                 self.extra[key] = torch.zeros_like(self.extra[key][:, -1:])
         return logits
+
+    def _prepare_attention(self, can_be_filled: bool) -> None:
+        """Lets a prompt see ahead where the model does so: the first of a conversation.
+
+        Raises ValueError where pages cannot take it.
+        """
+        self.sees_ahead = sees_ahead(self.model)
+        self._cached.pop("is_causal", None)
+        if self.sees_ahead and any(self.cache.cache_seqlens):
+            self._cached["is_causal"] = True
+        elif self.sees_ahead and self.cache.reads_pages and not can_be_filled:
+            raise ValueError(
+                f"past_key_values has eviction={self.cache.eviction!r}: tokens of a prompt of "
+                f"{type(self.model).__name__} see later ones, which eviction does not take. Leave it out"
+            )
 
     def _prepare_captures(self, model_kwargs: dict) -> None:
         self.extra = {key: value for key, value in model_kwargs.items() if key not in SET_HERE and value is not None}
@@ -200,9 +225,11 @@ class RaggedModel(PromptReading, PackedReading):
         }
         if self.limits_logits:
             extra["logits_to_keep"] = keep
-        inputs = self.model.prepare_inputs_for_generation(
-            tokens, attention_mask=mask, position_ids=positions, **self._cached, **extra
-        )
+        inputs = dict(attention_mask=mask, position_ids=positions, **self._cached, **extra)
+        if reads_media(self.model):  # whose own preparation is for prompts
+            inputs["input_ids"] = tokens
+        else:
+            inputs = self.model.prepare_inputs_for_generation(tokens, **inputs)
         return self.model(**inputs, return_dict=True).logits
 
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -306,6 +333,8 @@ class RaggedModel(PromptReading, PackedReading):
             return torch.zeros(visible.shape, dtype=self.model.dtype, device=device).masked_fill_(~visible, lowest)
 
         window = getattr(config, "sliding_window", None)
+        if one_mask_length(self.model) is not None:
+            return layer_mask(None)
         if hasattr(config, "layer_types"):
             return {
                 kind: layer_mask(window if kind == "sliding_attention" else None) for kind in set(config.layer_types)

@@ -13,6 +13,7 @@ from hf_efficient.generation.model_traits import (
     exact_length,
     has_states,
     has_states_alone,
+    one_mask_length,
     overrides_steps,
     reads_encoder,
     reads_media,
@@ -166,6 +167,12 @@ def check_options(request: GenerationRequest) -> None:
             f"max_length={max_length}: beyond {length} tokens the rotary embedding of {name} follows from the longest "
             "row of a forward, which drafts would change. Leave out the assistant model and prompt_lookup_num_tokens, "
             f"or generate at most {length} tokens, the prompt among them"
+        )
+    if (window := one_mask_length(model)) is not None and max_length > window:
+        raise ValueError(
+            f"max_length={max_length}: beyond sliding_window={window} tokens the layers of {name} need two masks, and "
+            "its forward takes one. Leave out the assistant model and prompt_lookup_num_tokens, or generate at most "
+            f"{window} tokens, the prompt among them"
         )
     if config.use_cache is False:
         raise ValueError("use_cache=False: speculation rewinds a cache, use_cache=True is needed")

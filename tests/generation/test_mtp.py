@@ -11,7 +11,15 @@ from safetensors.torch import load_file, save_file
 from test_drafters import append, sequences_of
 from test_speculative_distribution import RIGHT, p_value
 from torch.nn.functional import pad
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, MellumConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    MellumConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
 from transformers.cache_utils import MtpCache
 
 from hf_efficient import MultiTokenPrediction, WeightOnlyConfig, enable_speculation
@@ -22,6 +30,11 @@ TOKENS = dict(bos_token_id=1, eos_token_id=None, pad_token_id=0, max_position_em
 EXPERTS = dict(moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1)
 SIZES = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, first_k_dense_replace=1)
 LATENTS = dict(q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16)
+DELTA = dict(
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8, head_dim=16,
+    num_key_value_heads=2, full_attention_interval=2,
+)  # fmt: skip
+SHARED = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
 CONFIGS = {
     "GLM-4.5": lambda **more: Glm4MoeConfig(
         **{**TOKENS, **EXPERTS, **SIZES, "num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True, **more}
@@ -34,8 +47,17 @@ CONFIGS = {
         **{"num_experts_per_tok": 2, "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]},
         **{"num_mtp_layers": 1, **more},
     ),
+    "Qwen3-Next": lambda **more: Qwen3NextConfig(**{**TOKENS, **SIZES, **DELTA, **SHARED, **more}),
+    "Qwen3.5": lambda **more: Qwen3_5TextConfig(**{**TOKENS, **SIZES, **DELTA, **more}),
+    "Qwen3.5 MoE": lambda **more: Qwen3_5MoeTextConfig(**{**TOKENS, **SIZES, **DELTA, **SHARED, **more}),
 }
-MELLUM = needs_transformers("5.20", "Mellum's MTP module")  # the names of its tensors are those of Qwen3-Next's
+ONE_LEVEL_UP = (
+    "Mellum",
+    "Qwen3-Next",
+    "Qwen3.5",
+    "Qwen3.5 MoE",
+)  # what stands beside the layer has the names of Qwen3-Next's checkpoint
+NAMES = needs_transformers("5.20", "the names of Qwen3-Next's MTP module")
 ROWS = [[5, 9, 30, 77, 12, 4, 99, 100], [8, 3, 21, 54, 60], [17, 90, 91, 92, 13, 14]]
 
 
@@ -49,7 +71,7 @@ def published(folder: Path, name: str, **sizes):
 
     def random(shape):
         numbers = torch.randn(shape, generator=generator)
-        return numbers * 1.5 / shape[-1] ** 0.5 if len(shape) > 1 else 1 + 0.2 * numbers
+        return numbers * 1.5 / shape[-1] ** 0.5 if len(shape) > 1 else ("Qwen" not in name) + 0.2 * numbers
 
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -58,25 +80,26 @@ def published(folder: Path, name: str, **sizes):
     model.save_pretrained(folder)
     path = folder / "model.safetensors"
     tensors, last = load_file(path), config.num_hidden_layers
+    before = next(key for key in tensors if "embed_tokens" in key).replace("embed_tokens.weight", f"layers.{last - 1}.")
     own, norms = f"model.layers.{last}.", ("enorm", "hnorm", "shared_head.norm")
-    if name == "Mellum":
+    if name in ONE_LEVEL_UP:
         own, norms = "mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-    layer = "mtp.layers.0." if name == "Mellum" else own
+    layer = "mtp.layers.0." if name in ONE_LEVEL_UP else own
     extra = {
-        key.replace(f"model.layers.{last - 1}.", layer): random(value.shape)
-        for key, value in tensors.items()
-        if key.startswith(f"model.layers.{last - 1}.")
+        key.replace(before, layer): random(value.shape) for key, value in tensors.items() if key.startswith(before)
     }
     extra |= {f"{own}{norm}.weight": random((size,)) for norm in norms}
-    extra |= {f"{own}{'fc' if name == 'Mellum' else 'eh_proj'}.weight": random((size, 2 * size))}
-    if name != "Mellum":
+    extra |= {f"{own}{'fc' if name in ONE_LEVEL_UP else 'eh_proj'}.weight": random((size, 2 * size))}
+    if name not in ONE_LEVEL_UP:
         extra |= {f"{own}embed_tokens.weight": tensors["model.embed_tokens.weight"].clone()}
         extra |= {f"{own}shared_head.head.weight": tensors["lm_head.weight"].clone()}
     save_file({**tensors, **extra}, path, metadata={"format": "pt"})
     return enable_speculation(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
 
 
-@pytest.fixture(scope="module", params=["GLM-4.5", "DeepSeek-V3", pytest.param("Mellum", marks=MELLUM)])
+@pytest.fixture(
+    scope="module", params=["GLM-4.5", "DeepSeek-V3", *(pytest.param(name, marks=NAMES) for name in ONE_LEVEL_UP)]
+)
 def target(request, tmp_path_factory):
     return published(tmp_path_factory.mktemp("mtp"), request.param)
 
@@ -92,7 +115,7 @@ def test_logits_are_those_of_transformers(target, monkeypatch):
     states = [target.model(torch.tensor([row[:-1]])).last_hidden_state[0] for row in ROWS]
 
     def alone(row, hidden):
-        positions, cache = torch.arange(len(row))[None, 1:], MtpCache(config=target.config.get_mtp_config())
+        positions, cache = torch.arange(len(row))[None, 1:], MtpCache(config=heads.module.config)
         inputs = dict(attention_mask=torch.ones_like(positions), position_ids=positions, mtp_cache=cache)
         tokens = torch.tensor([row[1:]])
         return heads.module(input_ids=tokens, last_hidden_states=hidden[None], **inputs)[1][0, -1]

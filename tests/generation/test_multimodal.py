@@ -5,13 +5,24 @@ import copy
 import pytest
 import torch
 from draft_models import drafting, fixed
+from encoder_decoder_models import random_weights
 from helpers import tiny_model
 from multimodal_models import MODELS, multimodal_inputs, multimodal_model
 from native_loop import NATIVE_LOOP, noted_answers
 from oracle import Oracle
 from test_speculative_distribution import RIGHT, likeliest_texts, texts_p_value
+from transformers import DynamicCache, GemmaForCausalLM
 
-from hf_efficient import PromptLookup, Speculation, TokenRecycling, enable_speculation, optimize
+from hf_efficient import (
+    EvictionPolicy,
+    KeyNorm,
+    PagedCache,
+    PromptLookup,
+    Speculation,
+    TokenRecycling,
+    enable_speculation,
+    optimize,
+)
 from hf_efficient.generation import model_state, served
 from hf_efficient.generation.replay.captured_forward import CapturedForward
 
@@ -53,15 +64,59 @@ def test_greedy_tokens(name, monkeypatch, replays):
 
 
 @pytest.mark.parametrize(
-    "name, attention", [("llava", "eager"), ("qwen2_5_vl", "flash_paged"), ("voxtral", "flash_paged")]
+    "name, attention",
+    [
+        ("llava", "eager"),
+        ("qwen2_5_vl", "flash_paged"),
+        ("qwen3_vl", "eager"),
+        ("qwen3_vl", "flash_paged"),
+        ("mistral3", "eager"),
+        ("paligemma", "eager"),
+        ("paligemma2", "eager"),
+        ("voxtral", "flash_paged"),
+    ],
 )
 def test_other_attentions(name, attention):
-    plain = multimodal_model(name)
-    model, inputs = enable_speculation(copy.deepcopy(plain)), multimodal_inputs(name, 3)
+    plain = multimodal_model(name, "eager" if name == "paligemma2" else "sdpa")
+    model = enable_speculation(copy.deepcopy(plain))
     model.set_attn_implementation({"text_config": attention})
-    expected = plain.generate(**inputs, **OPTIONS)
-    assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
-    assert torch.equal(model.generate(**inputs, **OPTIONS, prompt_lookup_num_tokens=4), expected)
+    lookup, tree = Speculation(PromptLookup(), adaptive=False), Speculation(TokenRecycling(), adaptive=False)
+    for rows in (1, 3, 8):
+        inputs = multimodal_inputs(name, rows)
+        expected = plain.generate(**inputs, **OPTIONS)
+        for drafter in (None, lookup, tree):
+            assert torch.equal(model.generate(**inputs, **OPTIONS, assistant_model=drafter), expected), (rows, drafter)
+
+
+def test_prompts_that_see_ahead():
+    """PaliGemma's prompts: text alone, whose mask transformers leaves out where nothing is padded; the next turn of a
+    conversation, which is causal; and Gemma with such attention. Pages that evict and PaliGemma 2's window."""
+    plain = multimodal_model("paligemma")
+    model, inputs = enable_speculation(copy.deepcopy(plain)), multimodal_inputs("paligemma", 3)
+    gemma = random_weights(GemmaForCausalLM(plain.config.text_config))
+    lookup, tree = Speculation(PromptLookup(), adaptive=False), Speculation(TokenRecycling(), adaptive=False)
+    ids, mask = inputs["input_ids"].clamp(min=8), inputs["attention_mask"]
+    for each, faster in ((plain, model), (gemma, enable_speculation(copy.deepcopy(gemma)))):
+        for call in (dict(input_ids=ids, attention_mask=mask), dict(input_ids=ids), dict(input_ids=ids[:1])):
+            expected = each.generate(**call, **OPTIONS)
+            for drafter in (None, lookup, tree, fixed(Oracle(expected, 0.7, 5, 96))):
+                assert torch.equal(faster.generate(**call, **OPTIONS, assistant_model=drafter), expected), drafter
+
+    def two_turns(model, cache, **draft):
+        one = {key: value[:1] for key, value in inputs.items()}
+        first = model.generate(**one, **OPTIONS, **draft, past_key_values=cache)
+        return model.generate(torch.cat([first, ids[:1, -4:]], 1), **OPTIONS, **draft, past_key_values=cache)
+
+    expected = two_turns(plain, DynamicCache(config=plain.config))
+    for draft in ({}, dict(assistant_model=lookup), dict(assistant_model=tree)):
+        assert torch.equal(two_turns(model, PagedCache(model.config), **draft), expected)
+    cache = PagedCache(model.config, eviction=EvictionPolicy(KeyNorm(), 64))
+    model.set_attn_implementation({"text_config": "flash_paged"})
+    with pytest.raises(ValueError, match="eviction.* see later ones"):
+        model.generate(**inputs, **OPTIONS, past_key_values=cache, assistant_model=lookup)
+    narrow = enable_speculation(multimodal_model("paligemma2", "eager"))
+    with pytest.raises(ValueError, match="beyond sliding_window=40 tokens the layers of PaliGemma.* need two masks"):
+        narrow.generate(**inputs, max_new_tokens=60, prompt_lookup_num_tokens=3)
 
 
 def test_samples_have_the_models_distribution():
@@ -81,7 +136,7 @@ def test_samples_have_the_models_distribution():
     assert texts_p_value(found.sequences, likeliest_texts(logits_of, ids[0].tolist(), 4)) > RIGHT
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "mistral3", "gemma3", "paligemma"])
 def test_other_calls(name, monkeypatch):
     """Samples with transformers' random numbers, several of one prompt; sequences that end; text alone; dicts."""
     plain, answers = multimodal_model(name), noted_answers(monkeypatch)

@@ -8,7 +8,7 @@ import transformers
 from draft_models import drafting, fixed
 from helpers import left_padded_batch, tiny_model
 from oracle import Oracle
-from recurrent_models import _DELTA, _SIZES, MODELS, recurrent_model
+from recurrent_models import _SIZES, MODELS, recurrent_model
 from test_speculative_distribution import RIGHT, p_value
 
 from hf_efficient import (
@@ -132,10 +132,10 @@ def test_what_is_refused():
         model.generate(**batch, **OPTIONS, num_beams=2, prompt_lookup_num_tokens=3)
     with pytest.raises(ValueError, match="SelfSpeculation: Lfm2ForCausalLM has layers with a recurrent state"):
         model.generate(**batch, **OPTIONS, assistant_model=SelfSpeculation(skip_layers=[1]))
-    unknown = transformers.Qwen3_5TextConfig(**{**_SIZES, **_DELTA})
+    unknown = transformers.OlmoHybridConfig(**_SIZES, layer_types=["linear_attention", "full_attention"])
     unknown = transformers.AutoModelForCausalLM.from_config(unknown)
     ours = dict(custom_generate=speculative_generate, draft_model=PromptLookup())
-    with pytest.raises(ValueError, match="model=Qwen3_5ForCausalLM.*of a kind that speculation does not know"):
+    with pytest.raises(ValueError, match="model=OlmoHybridForCausalLM.*of a kind that speculation does not know"):
         unknown.generate(**batch, max_new_tokens=3, **ours)
     cache = PagedCache(model.config)
     model.generate(**batch, **OPTIONS, past_key_values=cache)

@@ -16,7 +16,8 @@ _OF = WeakKeyDictionary()  # models -> what was read for `assistant_model="mtp"`
 
 class MultiTokenPrediction(EagleTree):
     """The MTP module of `model`'s checkpoint (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2), as
-    DeepSeek-V3, GLM-4.5 and Mellum have one. `assistant_model="mtp"` makes one and keeps it with the model.
+    DeepSeek-V3, GLM-4.5, Mellum, Qwen3-Next and Qwen3.5 have one. `assistant_model="mtp"` makes one and keeps it
+    with the model.
 
     From a token and the feature that predicted it, one more decoder layer makes the feature of the token after it, and
     the model's output head reads that. Deeper guesses go on from the module's own features.

@@ -1,4 +1,4 @@
-"""Prompts with images or sound, and the pages that they fill."""
+"""Prompts of which tokens see later ones, as those of an image, and the pages that they fill."""
 
 import torch
 from transformers import DynamicCache
@@ -8,11 +8,11 @@ from hf_efficient.integrations.transformers_compat import cache_name
 from hf_efficient.integrations.transformers_loop import prefill
 
 
-def prefill_media(
+def prefill_beside(
     model, cache: PagedCache, input_ids: torch.Tensor, generation_config, model_kwargs: dict
 ) -> torch.Tensor:
     """Runs the prompts, int64 [rows, columns], as transformers does, and fills the empty `cache`, whose pages the
-    model's attention reads: image tokens that see each other need masks, which attention over pages does not take.
+    model's attention reads: tokens that see later ones need masks, which attention over pages does not take.
 
     Returns the logits that follow them, [rows, vocabulary].
     """
