@@ -77,18 +77,25 @@ struct Prefetch {
     }
     void some(int64_t count) {
         for (Stretch &stretch : stretches)
-            for (; stretch.at < stretch.end; stretch.at++) {
-                if (count-- == 0) return;
+            while (stretch.at < stretch.end) {
+                if (count <= 0) return;
                 const Source source = {*stretch.call, stretch.sequence, stretch.in_ring};
-                const int64_t slot = source.slot(stretch.at), size = source.call.block_size, all = source.call.heads;
+                const int64_t wrap = source.in_ring ? 0 : source.call.wrap, all = source.call.heads;
+                const int64_t size = source.in_ring ? source.call.ring_size : source.call.block_size;
+                const int64_t token = wrap ? stretch.at % wrap : stretch.at, slot = source.slot(stretch.at);
+                int64_t some = std::min({count, stretch.end - stretch.at, size - token % size});  // of one page
+                if (wrap) some = std::min(some, wrap - token);
+                stretch.at += some, count -= some;
                 if (slot < 0) continue;
                 const int64_t key = stretch.key_bytes, value = stretch.value_bytes;
-                lines(source.keys().token(slot, size, all * key) + head * key, heads * key);
-                lines(source.values().token(slot, size, all * value) + head * value, heads * value);
+                lines(source.keys().token(slot, size, all * key) + head * key, all * key, key, some);
+                lines(source.values().token(slot, size, all * value) + head * value, all * value, value, some);
             }
     }
-    static INLINE void lines(const uint8_t *data, int64_t bytes) {
-        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(data + i, 0, 3);
+    // To the second level: lines on their way to the first are few, and reading would wait for them.
+    INLINE void lines(const uint8_t *data, int64_t distance, int64_t bytes, int64_t tokens) const {
+        for (; tokens > 0; tokens--, data += distance)
+            for (int64_t i = 0; i < heads * bytes; i += 64) __builtin_prefetch(data + i, 0, 2);
     }
 };
 
