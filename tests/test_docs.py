@@ -33,6 +33,7 @@ SMALL = {  # command -> arguments that make it quick
     "run": ["--windows", "2", "--new-tokens", "4", "--repeats", "1"],
     "bench": ["--batch", "2", "--prompt-tokens", "8", "--new-tokens", "4", "--repeats", "1"],
 }
+QUICK = {"num_samples=8": "num_samples=2", "minutes=0.1": "minutes=0.02"}  # in examples
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -71,7 +72,9 @@ def test_python_examples_run_one_after_another(page, shallow_model, folder, none
         pytest.skip("drafts in continuous batching need the C++ kernels")
     namespace = {"__name__": page}
     for number, block in enumerate(blocks(page, "python")):
-        exec(compile(block.replace(MODEL_ID, str(shallow_model)), f"{page}, block {number}", "exec"), namespace)
+        for text, quick in {MODEL_ID: str(shallow_model), **QUICK}.items():
+            block = block.replace(text, quick)
+        exec(compile(block, f"{page}, block {number}", "exec"), namespace)
 
 
 @pytest.mark.slow
