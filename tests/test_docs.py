@@ -4,7 +4,6 @@ import functools
 import html
 import itertools
 import json
-import os
 import re
 import shlex
 import shutil
@@ -19,6 +18,7 @@ import pytest
 import textstat
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from hf_efficient.cli import main
 from hf_efficient.kernels.replay.recorder import interpreter
 
 
@@ -33,6 +33,7 @@ SMALL = {  # command -> arguments that make it quick
     "run": ["--windows", "2", "--new-tokens", "4", "--repeats", "1"],
     "bench": ["--batch", "2", "--prompt-tokens", "8", "--new-tokens", "4", "--repeats", "1"],
 }
+QUICK = {"num_samples=8": "num_samples=2", "minutes=0.1": "minutes=0.02"}  # in examples
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -65,19 +66,22 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("page", pages_with("python"))
-def test_python_examples_run_one_after_another(page, sample_model, shallow_model, folder, none_adopted):
+def test_python_examples_run_one_after_another(page, shallow_model, folder, none_adopted):
+    """On the whole model: tests/integrations/test_real_model.py."""
     if page == "serving" and interpreter() is None:
         pytest.skip("drafts in continuous batching need the C++ kernels")
-    model = sample_model if page == "README" else shallow_model
     namespace = {"__name__": page}
     for number, block in enumerate(blocks(page, "python")):
-        exec(compile(block.replace(MODEL_ID, str(model)), f"{page}, block {number}", "exec"), namespace)
+        for text, quick in {MODEL_ID: str(shallow_model), **QUICK}.items():
+            block = block.replace(text, quick)
+        exec(compile(block, f"{page}, block {number}", "exec"), namespace)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", pages_with("bash"))
-def test_commands_run(page, sample_model, shallow_model, folder):
+def test_commands_run(page, sample_model, shallow_model, folder, monkeypatch, capsys):
+    """In this process: `hf-efficient` calls the same function."""
     lines = [line for block in blocks(page, "bash") for line in block.splitlines()]
     for line in lines:
         words = shlex.split(line, comments=True)
@@ -94,16 +98,13 @@ def test_commands_run(page, sample_model, shallow_model, folder):
         prepare(words, shallow_model)
         model = sample_model if words[1] == "estimate" else shallow_model
         words = [word.replace(MODEL_ID, str(model)) for word in words]
-        main = [sys.executable, "-c", "import sys; from hf_efficient.cli import main; sys.exit(main())"]
-        result = subprocess.run(
-            [*main, *words[1:], *SMALL.get(words[1], [])],
-            capture_output=True,
-            text=True,
-            env={**os.environ, **variables},
-        )
-        assert result.returncode == 0, result.stderr
+        with monkeypatch.context() as changed:
+            for name, value in variables.items():
+                changed.setenv(name, value)
+            assert main([*words[1:], *SMALL.get(words[1], [])]) == 0, capsys.readouterr().err
+        printed = capsys.readouterr().out.strip()
         if words[1] == "estimate":
-            assert result.stdout.strip() in [block.strip() for block in blocks(page, "text")], "what the command prints"
+            assert printed in [block.strip() for block in blocks(page, "text")], "what the command prints"
 
 
 def prepare(words: list[str], model: Path) -> None:

@@ -57,7 +57,7 @@ def test_kernels_is_the_package_from_pypi_in_the_repository_root():
 
 def test_import_costs_at_most_300_ms_on_top_of_transformers():
     code = "import transformers, time; t = time.process_time(); import hf_efficient; print(time.process_time() - t)"
-    assert min(float(python(code)) for _ in range(3)) <= 0.3
+    assert any(float(python(code)) <= 0.3 for _ in range(3))
 
 
 def test_import_loads_neither_torch_nor_the_quantizers():

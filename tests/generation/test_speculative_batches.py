@@ -57,11 +57,15 @@ DRAFTING = {name: always(make) for name, make in SPECULATION.items() if name != 
 }
 
 
+# rotary, sliding windows of 8, learned positions; the others have every second drafter, in turn
+WHOLE = ("llama", "mistral", "gpt2")
+
+
 @pytest.mark.parametrize(
     "name, batch, attention",
     [(name, 32, "flash_paged") for name in TINY_MODELS]
     + [(name, 32, "eager") for name in ("mistral", "gpt2")]
-    + [(name, 8, "sdpa") for name in ("llama", "mistral", "gpt2")],  # rotary, sliding windows of 8, learned positions
+    + [(name, 8, "sdpa") for name in WHOLE],
 )
 def test_every_sequence_of_a_ragged_batch(name, batch, attention):
     target, inputs, plain = target_and_output(name, batch)
@@ -69,6 +73,8 @@ def test_every_sequence_of_a_ragged_batch(name, batch, attention):
     ended = (plain[:, -NEW:] == target.generation_config.eos_token_id).any(1).sum()
     assert 0 < ended < batch, "rows leave the batch"
     for drafter, make in DRAFTING.items():
+        if name not in WHOLE and (list(DRAFTING).index(drafter) + list(TINY_MODELS).index(name)) % 2:
+            continue
         options = dict(max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True)
         output = target.generate(**inputs, **options, assistant_model=make(target, plain))
         different = [row for row in range(batch) if not torch.equal(output.sequences[row], plain[row])]

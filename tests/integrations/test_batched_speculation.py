@@ -69,8 +69,13 @@ def test_wrong_drafts_cost_no_token(drafted):
     assert drafted["proposed"] > 3 * drafted["accepted"]
 
 
-@pytest.mark.parametrize("drafter", ["prompt_lookup_num_tokens", "assistant_model"])
-@pytest.mark.parametrize("name", TINY_MODELS)
+DRAFTERS = ("prompt_lookup_num_tokens", "assistant_model")
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter"),
+    [*((name, DRAFTERS[index % 2]) for index, name in enumerate(TINY_MODELS)), ("llama", DRAFTERS[1])],
+)
 def test_requests_that_are_preempted_go_on(name, drafter, drafted, preempted):  # noqa: F811
     """A pool that holds one sequence at its longest, in which prefixes are shared."""
     model = tiny_model(name)

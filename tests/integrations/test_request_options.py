@@ -37,13 +37,9 @@ def alone(model, prompt, tokenizer, **options):
 
 
 def stops_of(tokenizer, answers):
-    """Strings that answers contain: within a token, of several tokens, and the beginning of one; some begin in the
-    prompt."""
-    found = []
-    for answer in answers:
-        text = tokenizer.decode(answer, skip_special_tokens=False)
-        found += [text[at : at + length] for at, length in ((2, 1), (3, 3), (5, 6))]
-    return [stop for stop in dict.fromkeys(found) if stop]
+    """A string of each answer, in turn: within a token, of several tokens, and the beginning of one."""
+    texts = [tokenizer.decode(answer, skip_special_tokens=False) for answer in answers]
+    return [text[at : at + length] for text, (at, length) in zip(texts, itertools.cycle(((2, 1), (3, 3), (5, 6))))]
 
 
 def batched(model, tokenizer, prompts=PROMPTS, generation=None, **config):
@@ -61,19 +57,25 @@ def batched(model, tokenizer, prompts=PROMPTS, generation=None, **config):
     return [output.generated_tokens for output in outputs.values()]
 
 
-@pytest.mark.parametrize("name", TINY_MODELS)
-def test_stop_strings_end_a_request_where_generate_ends(name, tokenizer, drafted):  # noqa: F811
-    """Without drafts, with accepted drafts that run past the stop string, and where requests are preempted."""
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [(name, range(3) if name == "llama" else [index % 3]) for index, name in enumerate(TINY_MODELS)],
+    ids=TINY_MODELS,
+)
+def test_stop_strings_end_a_request_where_generate_ends(name, chosen, tokenizer, drafted):  # noqa: F811
+    """Without drafts, with accepted drafts that run past the stop string, and where requests are preempted. A stop
+    string is of every kind in one architecture, of one kind in the others."""
     model = tiny_model(name)
     whole, cut = one_by_one(model, new_tokens=24), 0
-    for stop in stops_of(tokenizer, whole)[::3]:
+    stops = stops_of(tokenizer, whole)
+    for stop in (stops[index] for index in chosen):
         expected = [alone(model, prompt, tokenizer, stop_strings=stop, max_new_tokens=24) for prompt in PROMPTS]
         cut += sum(len(answer) < len(other) for answer, other in zip(expected, whole))
         generation = dict(stop_strings=[stop, "never in the text"], max_new_tokens=24)
         assert batched(model, tokenizer, generation=generation) == expected, stop
         assert batched(model, tokenizer, generation=generation, num_blocks=13) == expected, stop
         assert batched(model, tokenizer, generation=generation, assistant_model=model) == expected, stop
-    assert cut > 1 and drafted["accepted"] > 0
+    assert cut >= len(chosen) and drafted["accepted"] > 0
 
 
 def test_a_stop_string_may_begin_in_the_prompt(tokenizer):

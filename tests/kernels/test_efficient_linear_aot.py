@@ -55,8 +55,14 @@ def compile_linear(
     return compile_kernel(kernel, signature, constexprs, target, tile.num_warps, stages, aligned)
 
 
-@pytest.mark.parametrize("target, dtype", [*((target, "bf16") for target in TARGETS), ("sm_90", "fp16")])
-@pytest.mark.parametrize("tokens", [16, 64, 256])
+@pytest.mark.parametrize(
+    "target, tokens, dtype",
+    [
+        *((target, tokens, "bf16") for target in ("sm_90", "gfx942") for tokens in (16, 64, 256)),
+        *(("sm_80", 16, "bf16"), ("sm_80", 64, "bf16"), ("sm_100", 16, "bf16"), ("sm_100", 256, "bf16")),
+        ("sm_90", 64, "fp16"),
+    ],
+)
 def test_four_bits(target, tokens, dtype):
     compiled = compile_linear(target, tokens, dtype=dtype)
     assert compiled.local_bytes == 0
@@ -154,8 +160,13 @@ def test_float32(tokens):
     assert compile_linear("sm_90", tokens, dtype="fp32").local_bytes == 0
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_120"])
-@pytest.mark.parametrize("bits, lookup", [(2, 0), (3, 0), (4, 0), (8, 0), (4, PERMUTE)])
+@pytest.mark.parametrize(
+    "target, bits, lookup",
+    [
+        *(("sm_90", bits, lookup) for bits, lookup in ((2, 0), (3, 0), (4, 0), (8, 0), (4, PERMUTE))),
+        *(("sm_80", 3, 0), ("sm_80", 4, PERMUTE), ("sm_120", 2, 0), ("sm_120", 4, 0), ("sm_120", 8, 0)),
+    ],
+)
 def test_tile_of_eight_tokens(target, bits, lookup, monkeypatch):
     """Weights and tokens are in registers: nothing waits for a group of warps, and nothing moves between lanes."""
     monkeypatch.setattr(launch_configs, "choose_tile", lambda *_: launch_configs.SMALL)
@@ -175,9 +186,12 @@ def test_specialised_to_one_row_and_column():
     assert compile_linear("sm_90", EVEN_K=False, **ones).local_bytes == 0
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(
-    "bits, group, lookup, per_row", [(2, 32, 0, False), (3, 64, 0, False), (8, 0, 0, False), (4, 64, PERMUTE, True)]
+STORED = ((2, 32, 0, False), (3, 64, 0, False), (8, 0, 0, False), (4, 64, PERMUTE, True))
+
+
+@pytest.mark.parametrize(  # every two targets share the four
+    "target, bits, group, lookup, per_row",
+    [(target, *STORED[place]) for i, target in enumerate(TARGETS) for place in (i // 2, 2 + (i + i // 2) % 2)],
 )
 def test_dequantize(target, bits, group, lookup, per_row):
     """Weights change lanes as 16-bit numbers, and rows are stored in pieces of 16 bytes."""

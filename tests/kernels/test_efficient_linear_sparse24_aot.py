@@ -24,8 +24,14 @@ def compile_product(target, tokens, four_bits):
     )
 
 
-@pytest.mark.parametrize("target", [*TARGETS, "sm_89", "sm_120"])
-@pytest.mark.parametrize("tokens, four_bits", [(16, False), (16, True), (64, True)])
+@pytest.mark.parametrize(
+    "tokens, four_bits, target",
+    [
+        *((16, True, target) for target in (*TARGETS, "sm_89", "sm_120")),
+        *((16, False, target) for target in ("sm_80", "sm_90", "gfx942", "sm_120")),
+        *((64, True, target) for target in ("sm_80", "sm_90", "sm_100", "gfx942")),
+    ],
+)
 def test_builds_without_spills_and_with_matrix_instructions(tokens, four_bits, target):
     compiled = compile_product(target, tokens, four_bits)
     if target == "gfx942":  # scalar registers may go to lanes of vector registers

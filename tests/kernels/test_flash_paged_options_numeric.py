@@ -122,10 +122,15 @@ def check_cached(device, shape, options, name):
         assert_same(actual, wanted, what)
 
 
+def is_asked_for(path, option) -> bool:
+    """Two paths through one kernel share the options; each has all of them at once, too."""
+    return option == "everything" or path == "chunk" or (list(PATHS).index(path) + list(OPTIONS).index(option)) % 2 == 0
+
+
 @pytest.mark.parametrize(
     "path, option, name",
     [
-        *((path, option, "full") for path in PATHS for option in OPTIONS),
+        *((path, option, "full") for path in PATHS for option in OPTIONS if is_asked_for(path, option)),
         *((path, "everything", name) for path in ("several", "chunk", "varlen_paged") for name in FORMATS),
         *(("decode", "causal", name) for name in FORMATS),
         *(("several", option, "int4") for option in OPTIONS if option not in ("full", "everything")),

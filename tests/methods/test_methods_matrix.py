@@ -1,13 +1,14 @@
 """Every method over decoders, encoders and encoder-decoders: loads and calibrates inside `from_pretrained`, generates,
-saves, reloads to the same bits, turns back into an ordinary model, and trains adapters."""
+saves, reloads to the same bits, turns back into an ordinary model, and what was reloaded trains adapters."""
 
 import json
 import shutil
+import warnings
 
 import pytest
 import torch
 import transformers
-from helpers import assert_close, tiny_model, tiny_tokenizer
+from helpers import assert_close, is_installed, tiny_model, tiny_tokenizer
 from table import METHODS
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
@@ -80,7 +81,7 @@ def cases():
 
 @pytest.mark.parametrize("method, architecture", cases())
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_method_from_loading_to_dequantizing(method, architecture, folders, tmp_path):
+def test_a_method_from_loading_to_adapters(method, architecture, folders, tmp_path):
     folder = folders(architecture)
     dense = load(folder)
     model = load(folder, quantization_config=config_of(method))
@@ -115,6 +116,10 @@ def test_a_method_from_loading_to_dequantizing(method, architecture, folders, tm
     rounds_inputs = "activation_bits" in METHODS[method]
     if METHODS[method]["quant_method"] in ("efficient_weight_only", "efficient_sparse") and not rounds_inputs:
         assert_close(logits(plain), got, 1e-3, 0.02, "the same weights, summed and transformed in another order")
+    if architecture == "llama" and is_installed("peft"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            check_adapters_train_on(again)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -131,11 +136,9 @@ def test_a_weight_of_zeros_stays_one(method, folders, tmp_path):
     assert logits(model).isfinite().all()
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_adapters_train_on_it(method, folders):
-    peft = pytest.importorskip("peft")
-    base = load(folders("llama"), quantization_config=config_of(method))
+def check_adapters_train_on(base):
+    import peft
+
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(base, adapter)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)

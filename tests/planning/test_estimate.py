@@ -268,7 +268,7 @@ def test_awq_as_saved(tiny_folder, tmp_path):
 
 @pytest.mark.slow
 def test_the_sample_model(sample_model):
-    quantization = hf_efficient.WeightOnlyConfig(bits=4, group_size=64)
+    quantization = hf_efficient.WeightOnlyConfig(bits=4, group_size=64, method="rtn")
     chosen = dict(batch_size=2, prompt_tokens=64, new_tokens=1, device=HERE)
     dense, small = (hf_efficient.estimate(sample_model, each, **chosen) for each in (None, quantization))
     assert dense.checkpoint_bytes == saved_bytes(sample_model)

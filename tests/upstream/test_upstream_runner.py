@@ -83,6 +83,7 @@ def test_a_run_without_tests_is_no_success(conftest, tmp_path):
     folder.mkdir(parents=True)
     (folder / "test_modeling_toy.py").write_text(TESTS)
     (tmp_path / "conftest.py").write_text(conftest)
+    (tmp_path / "src" / "transformers").mkdir(parents=True)  # else the runner imports transformers to link it there
     arguments = [tmp_path, "--output", tmp_path / "output", "--modes", "import", "--targets", "toy"]
     run = subprocess.run([sys.executable, FOLDER / "run.py", *arguments], capture_output=True, text=True)
     assert run.returncode == 1 and "toy, plain: pytest ended with" in run.stderr, run.stdout + run.stderr
