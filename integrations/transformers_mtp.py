@@ -30,7 +30,9 @@ def load(model):
 @contextmanager
 def _described(config):
     """The config of a decoder, which says inside what `_OF_KIND` holds."""
-    unsaid = _OF_KIND.get(config.model_type, {})
+    unsaid, said = _OF_KIND.get(config.model_type, {}), ("num_mtp_layers", "mtp_num_hidden_layers")
+    if unsaid and any(getattr(config, name, None) not in (None, 1) for name in said):
+        unsaid = {}  # more than one, which is refused by what the config says
     before = {name: getattr(config, name) for name in unsaid if hasattr(config, name)}
     try:
         for name, value in unsaid.items():

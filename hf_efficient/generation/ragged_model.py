@@ -110,7 +110,8 @@ class RaggedModel(PromptReading, PackedReading):
         self.position = position.expand(*position_ids.shape[:-2], rows, 1)  # of the prompt's last token
         self.mask = None if attention_mask is None or self.cache.reads_pages else attention_mask.bool().to(device)
         if reads_media(self.model):
-            self.extra = {key: value for key, value in self.extra.items() if key not in MEDIA_INPUTS}
+            of_prompt = (*MEDIA_INPUTS, "inputs_embeds")
+            self.extra = {key: value for key, value in self.extra.items() if key not in of_prompt}
         if "token_type_ids" in self.extra:
             self.extra["token_type_ids"] = self.extra["token_type_ids"][:, -1:]
         for key in ("mm_token_type_ids", "moe_mm_token_type_ids"):  # what is generated is text
@@ -304,9 +305,11 @@ class RaggedModel(PromptReading, PackedReading):
         # generated columns are no padding; the causal bound hides what lies beyond a sequence's own length
         valid = None if self.mask is None else pad(self.mask, (0, keys - self.mask.shape[1]), value=True)
         is_even = min(columns) == max(columns)
-        if is_even and tree is None:
-            return None if valid is None else valid.long()
         config = self.model.config.get_text_config(decoder=True)
+        # else drafts of such a model would see those after them
+        is_own = self.sees_ahead and width > 1 and attention_of(config) in ("sdpa", "eager")
+        if is_even and tree is None and not is_own:
+            return None if valid is None else valid.long()
         first = torch.tensor(columns, device=device)[:, None]
         query = first + torch.arange(width, device=device)
         key = torch.arange(keys, device=device).expand(len(columns), -1)  # position of each column

@@ -65,7 +65,7 @@ def warm_up(
         entry = version.pool.take(model.config, rows, max_length + MAX_NODES + 1)
         with torch.inference_mode(False), torch.no_grad():
             runner = RaggedModel(model, entry.cache, max_length, None, None, entry.captured, entry.is_capturable)
-            for length in sorted(tokens for tokens in prompt_tokens if tokens < max_length):
+            for length in sorted(tokens for tokens in prompt_tokens if tokens < max_length) or (1,):
                 for _ in range(PROMPT_READS):
                     entry.cache.rewind([0] * len(entry.cache.cache_seqlens))
                     _read_prompt(runner, rows, length)

@@ -20,8 +20,8 @@ _TOKENS = 8
 
 def read_elsewhere(model: nn.Module, names: list[str]) -> set[str]:
     """Those of the linear layers called `names` whose weight is read outside their own forward: what one forward of a
-    copy of `model` (whose parameters are on the meta device) shows, and `known`. A forward that fails there shows
-    what it has read until then."""
+    copy of `model` (whose parameters are on the meta device) shows, and what `read_outside_forward` knows. A forward
+    that fails there shows what it has read until then."""
     found = read_outside_forward(model).intersection(names)
     twin = copy.deepcopy(model).eval()
     observer = _Observer(twin, names)

@@ -7,7 +7,14 @@ import torch
 from helpers import tiny_model, tiny_tokenizer
 from recurrent_models import recurrent_model
 from torch import nn
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.pytorch_utils import Conv1D
 
 from hf_efficient import KeepMasks, SparseConfig, recover
@@ -19,6 +26,7 @@ from hf_efficient.compression.recovery.learned_norm import LearnedNorm
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.bitmap import BitmapFormat
 from hf_efficient.formats.sparse24 import Sparse24Format
+from hf_efficient.integrations import transformers_layers
 from hf_efficient.integrations.peft import merge_and_unload
 from hf_efficient.layers import EfficientLinear, compress_linear
 from hf_efficient.methods import rtn
@@ -349,3 +357,23 @@ def test_recurrent_models_compute_in_training_what_they_are(name):
         norms = [module for module in model.modules() if isinstance(module, LearnedNorm)]
         assert norms and all(norm.learned.grad is not None for norm in norms)
     assert torch.equal(found, expected)
+
+
+def test_layers_that_fused_kernels_read_in_training_do_not_learn(monkeypatch):
+    """With the package mamba_ssm, transformers hands their weights over in training."""
+    model = recurrent_model("mamba2")
+    out = [module for name, module in model.named_modules() if name.endswith("out_proj")]
+    for installed in (False, True):
+        monkeypatch.setattr(transformers_layers, "find_spec", lambda name, installed=installed: installed)
+        with unpacking.trainable(model):
+            kept = [module in list(model.modules()) for module in out]
+            assert out and kept == [installed] * len(out)
+
+
+def test_a_router_with_a_forward_of_its_own_does_not_learn():
+    config = dict(vocab_size=96, hidden_size=32, intermediate_size=32, intermediate_size_mlp=64, head_dim=8)
+    config |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_local_experts=2)
+    model = Llama4ForCausalLM(Llama4TextConfig(**config, attention_chunk_size=64)).eval()
+    expected = model(input_ids=TOKENS % 96, use_cache=False).logits
+    with unpacking.trainable(model):
+        assert torch.equal(model(input_ids=TOKENS % 96, use_cache=False).logits, expected)

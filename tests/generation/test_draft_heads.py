@@ -389,3 +389,6 @@ def test_matrices_of_an_eagle_head_in_few_bits(bits, least, most, target, text, 
     heads.bits = 3
     with pytest.raises(ValueError, match="bits=3 of the draft heads: must be 8, 4 or None"):
         generate(target, batch, heads)
+    heads.bits, heads.beam = None, 0
+    with pytest.raises(ValueError, match="beam=0 of the draft heads: must be an integer of at least 1"):
+        generate(target, batch, heads)

@@ -237,6 +237,7 @@ def test_after_a_warm_up_nothing_is_captured(rows, monkeypatch):
 
 def test_what_a_warm_up_refuses():
     model = served_model("llama")
+    assert warm_up(model, max_length=32, prompt_tokens=()) == 1  # no prompt of a user's lengths
     with pytest.raises(ValueError, match="at most 128 tokens"):
         warm_up(model, batch_sizes=(64,), widths=(4,))
     with pytest.raises(ValueError, match="training mode"):

@@ -129,3 +129,8 @@ def test_refusals(tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "linear")
     linear_last = AutoModelForCausalLM.from_pretrained(tmp_path / "linear")
     refused(linear_last, "the last layer of Qwen3NextForCausalLM is 'linear_attention'")
+    config = CONFIGS["Qwen3-Next"](vocab_size=128)
+    config.mtp_num_hidden_layers = 2
+    with pytest.raises(ValueError, match="has num_mtp_layers=None; models are taken whose config says 1"):
+        model = AutoModelForCausalLM.from_config(config)
+        enable_speculation(model).generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, assistant_model="mtp")

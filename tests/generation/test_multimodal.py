@@ -90,16 +90,20 @@ def test_other_attentions(name, attention):
 
 def test_prompts_that_see_ahead():
     """PaliGemma's prompts: text alone, whose mask transformers leaves out where nothing is padded; the next turn of a
-    conversation, which is causal; and Gemma with such attention. Pages that evict and PaliGemma 2's window."""
+    conversation, which is causal; and Gemma and Gemma 3 with such attention. Pages that evict and PaliGemma 2's
+    window."""
     plain = multimodal_model("paligemma")
     model, inputs = enable_speculation(copy.deepcopy(plain)), multimodal_inputs("paligemma", 3)
     gemma = random_weights(GemmaForCausalLM(plain.config.text_config))
     lookup, tree = Speculation(PromptLookup(), adaptive=False), Speculation(TokenRecycling(), adaptive=False)
     ids, mask = inputs["input_ids"].clamp(min=8), inputs["attention_mask"]
-    for each, faster in ((plain, model), (gemma, enable_speculation(copy.deepcopy(gemma)))):
+    gemma3 = tiny_model("gemma3", use_bidirectional_attention=True, eos_token_id=None)
+    others = [(each, enable_speculation(copy.deepcopy(each))) for each in (gemma, gemma3)]
+    for each, faster in ((plain, model), *others):
+        trees = Speculation(TokenRecycling(), adaptive=False)
         for call in (dict(input_ids=ids, attention_mask=mask), dict(input_ids=ids), dict(input_ids=ids[:1])):
             expected = each.generate(**call, **OPTIONS)
-            for drafter in (None, lookup, tree, fixed(Oracle(expected, 0.7, 5, 96))):
+            for drafter in (None, lookup, trees, fixed(Oracle(expected, 0.7, 5, 96))):
                 assert torch.equal(faster.generate(**call, **OPTIONS, assistant_model=drafter), expected), drafter
 
     def two_turns(model, cache, **draft):
@@ -166,7 +170,9 @@ def test_what_stays_with_transformers(monkeypatch):
     model, answers = enable_speculation(multimodal_model("llava")), noted_answers(monkeypatch)
     inputs = multimodal_inputs("llava", 1)
     embeddings = model.get_input_embeddings()(inputs["input_ids"]).detach()
-    model.generate(inputs["input_ids"], inputs_embeds=embeddings, **OPTIONS)
+    given = dict(inputs_embeds=embeddings, attention_mask=inputs["attention_mask"])
+    expected = model.generate(inputs["input_ids"], **given, **OPTIONS)
+    assert torch.equal(model.generate(inputs["input_ids"], **given, **OPTIONS, prompt_lookup_num_tokens=3), expected)
     kind = type(model)
 
     class Own(kind):

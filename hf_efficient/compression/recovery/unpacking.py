@@ -40,14 +40,14 @@ def unpack(model, teacher=None, keeps_codes: bool = True) -> None:
     """
     head = model.get_output_embeddings()
     shared = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    found, read = {}, read_outside_forward(model)
+    found, read = {}, read_outside_forward(model, in_training=True)
     for name, module in model.named_modules():
         if name in read:
             continue
         if isinstance(module, CompressedModule):
             if isinstance(module, EfficientLinear) or learns(module):
                 found[name] = module
-        elif isinstance(module, (nn.Linear, Conv1D)) and module is not head and shared[id(module.weight)] == 1:
+        elif _is_plain(module) and module is not head and shared[id(module.weight)] == 1:
             found[name] = module
     if trained_linears(model):
         raise ValueError("the model is being trained already: pack(model) ends that")
@@ -73,6 +73,13 @@ def unpack(model, teacher=None, keeps_codes: bool = True) -> None:
     model.config = copy.copy(model.config)  # checkpoints of the training hold what is learned, and no codes
     model.config.__dict__.pop("quantization_config", None)
     model.save_pretrained = types.MethodType(save_pretrained, model)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether it is a linear layer, and none with a forward of its own, such as Llama 4's router."""
+    if isinstance(module, BitLinear):
+        return True
+    return isinstance(module, (nn.Linear, Conv1D)) and type(module).forward in (nn.Linear.forward, Conv1D.forward)
 
 
 def pack(model) -> None:

@@ -32,8 +32,8 @@ class EagleTree(DraftHeads):
     Subclasses have a weight `fuse`, in whose dtype and on whose device features are read.
 
     Attributes:
-        beam: nodes continued at each depth, >= 1; `beam = nodes = 1` guesses a chain. May be set any time. None: 6, or
-            1 where a chain is captured, on a CPU: there the others cost more than they gain.
+        beam: nodes continued at each depth, >= 1; `beam = nodes = 1` guesses a chain. May be set between calls. None:
+            6, or 1 where a chain is captured, on a CPU.
     """
 
     fuse: torch.Tensor
@@ -49,10 +49,16 @@ class EagleTree(DraftHeads):
 
     @abstractmethod
     def _new_cache(self, rows: int, tree: int, branches: int):
-        """An empty `EagleCache`, or what has its attributes and methods."""
+        """An empty `EagleCache`, or what has its attributes and methods; `chain` may be missing."""
+
+    def _check_target(self, model) -> None:
+        if self.beam is not None and (type(self.beam) is not int or self.beam < 1):
+            raise ValueError(f"beam={self.beam!r} of the draft heads: must be an integer of at least 1, or None")
+        super()._check_target(model)
 
     def begin(self, sequences, hidden=None) -> None:
         rows, columns = hidden.shape[:2]
+        self._beam = self._width  # of this call
         self._sequences, self._lengths, self._root = sequences, np.zeros(rows, np.int64), None
         real = np.ones((rows, columns), bool)
         if sequences.prompt_mask is not None:
@@ -65,7 +71,7 @@ class EagleTree(DraftHeads):
 
     def _cache_for(self, rows: int):
         branches = min(BRANCHES, len(self.draft_tokens))
-        kind = rows, max(1, self._width * (self.max_tokens - 1))
+        kind = rows, max(1, self._beam * (self.max_tokens - 1))
         cache = self._captures.pop(kind, None) or self._new_cache(*kind, branches)
         self._captures[kind] = cache  # the latest used last
         while len(self._captures) > MAX_CACHES:
@@ -93,10 +99,10 @@ class EagleTree(DraftHeads):
         if depth == 0:
             return None
         self._catch_up()
-        if self._width == 1 and hasattr(self._cache, "chain"):
+        if self._beam == 1 and hasattr(self._cache, "chain"):
             return self._propose_chain(depth, limits, nodes)
         features, chances, indices = self._root
-        rows, beam = len(features), self._width
+        rows, beam = len(features), self._beam
         row, node = np.arange(rows)[:, None], np.arange(beam)
         above = np.full((rows, 1), -1)  # the nodes that are continued: indices among the candidates
         likely = np.ones((rows, 1), np.float32)  # and probabilities of the paths to them
