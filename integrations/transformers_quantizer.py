@@ -6,11 +6,11 @@ import torch
 
 from hf_efficient.checkpoints import saved_tensors
 from hf_efficient.dense_layers import make_dense
+from hf_efficient.integrations import loaded_layouts
 from hf_efficient.integrations import transformers_model_methods as model_methods
 from hf_efficient.integrations import transformers_tensor_parallel as tensor_parallel
 from hf_efficient.integrations import transformers_weight_conversions as weight_conversions
-from hf_efficient.kernels.native.heap import HeapTrimmer, MappedFiles
-from hf_efficient.layers import CompressedModule
+from hf_efficient.kernels.native.heap import HeapTrimmer
 from hf_efficient.targets.swapping import Swapped, swap
 
 
@@ -35,6 +35,7 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
         self.residence = self.part_to_save = None
         # canonical tensors of an embedding to which others are tied, while it is loaded
         self._tied_parts, self._is_contradictory = None, False
+        self._conversions = None  # of the names and tensors of our own checkpoint, in words
 
     @property
     def is_compileable(self) -> bool:
@@ -59,6 +60,7 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
 
     def before_loading(self, model, files, device_map=None) -> None:
         """Swaps the modules of `model`, on the meta device. files: of the checkpoint, or None."""
+        loaded_layouts.check_cache()
         own_files = type(self) is EfficientQuantizer
         if own_files and not self.pre_quantized:
             from hf_efficient.calibration import loading
@@ -161,6 +163,8 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
             dtypes = saved_tensors.check(self._files, weights, conversions, model)
             if not self.quantization_config.dequantize:
                 weight_conversions.keep_dtypes(model, dtypes)
+                if type(self) is EfficientQuantizer:
+                    self._conversions = [f"{type(c)} {weight_conversions.patterns(c)}" for c in conversions]
                 return conversions
             return conversions + [weight_conversions.dequantizer(self, leaf) for leaf in leaves]
         if not self._uses_device_map:
@@ -201,30 +205,14 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
                 loading.run(model, self.quantization_config, self.swapped.calibrated, self.residence)
         is_cut = tensor_parallel.localize(model)
         self.forget_conversions(model)
-        mapped = MappedFiles(self._files or () if self.pre_quantized else ())
-        modules = [module for module in model.modules() if isinstance(module, CompressedModule)]
-        # the largest first: while a layout is written, the pages of its source count, too
-        for module in sorted(modules, key=lambda module: -sum(x.nbytes for x in module.parameters(recurse=False))):
-            self._derive_layouts(module, mapped)
+        loaded_layouts.derive_all(
+            model, self.heap, self._files or () if self.pre_quantized else (), None if is_cut else self._conversions
+        )
         self.heap.finish()
         if is_cut:
             tensor_parallel.refuse_saving(model)
         else:
             model_methods.replace_methods(model)
-
-    def _derive_layouts(self, module: CompressedModule, mapped: MappedFiles) -> None:
-        weights, arrived = module.compressed_weights(), {}
-        dtypes = [module._parameters[weight.prefix[:-1] or "weight"].dtype for weight in weights]
-        for weight in weights:
-            for name in (*weight.names().values(), weight.prefix[:-1] or "weight"):
-                if name in module._parameters:  # calibration has derived layouts already
-                    arrived[name] = module._parameters[name].requires_grad_(False)
-                    self.heap.count(arrived[name].nbytes)
-        for dtype in dtypes:
-            module.derive_layouts(dtype)
-        for name, parameter in arrived.items():
-            if name not in module._parameters:  # the layout has replaced it
-                mapped.release(parameter)
 
     def forget_conversions(self, model) -> None:
         """Makes the model be saved with the compressed tensors that it has."""

@@ -109,7 +109,7 @@ def test_what_the_interpreter_does_not_know_is_called():
     x, index = torch.randn(2, 3), torch.tensor([[4, 5], [6, 7]])
 
     def forward():
-        together = torch.cat([index, index + 1], 1)
+        together = torch.cat([index, index.float() + 1, index.t().to(torch.int32)], 1)
         scalar, wide = torch.tensor(2.0), torch.cat([x, x.double()])
         return together * 2, x.mean(), x.mean(0), scalar.mean(-1) + x, x.double() + 1, wide
 

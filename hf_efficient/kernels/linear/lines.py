@@ -7,12 +7,14 @@ over. Codes of 8 bits are stored as sign and magnitude of `code - 127.5`. Scales
 """
 
 import ctypes
+import functools
 
 import torch
 import torch.nn.functional as F
 
 from hf_efficient.kernels.linear.codes import unpack_codes
 from hf_efficient.kernels.native import build
+from hf_efficient.kernels.native.layout_cache import kept
 from hf_efficient.kernels.native.tiers import once_a_tier
 
 
@@ -50,14 +52,20 @@ def pack_lines(
         added: to each code, modulo 256.
         has_signs: whether codes of 8 bits become sign and magnitude; else bytes are stored as they are.
     """
+    sizes = -(-qweight.shape[0] // LANES), -(-in_features // COLUMNS[stored])
+    shape = *sizes, 3 if stored == 3 else 1, LANES
+    make = functools.partial(_packed, qweight, bits, in_features, stored, added, has_signs, shape)
+    return kept(shape, torch.int32, make)
+
+
+def _packed(qweight, bits, in_features, stored, added, has_signs, shape) -> torch.Tensor:
     out_features, columns = qweight.shape[0], COLUMNS[stored]
     if function() is None:
         codes = unpack_codes(qweight.view(torch.uint8), bits, in_features) + added
         codes = F.pad(codes, (0, -in_features % columns, 0, -out_features % LANES))
         return lines_of(codes if has_signs else torch.where(codes < 128, codes ^ 128, ~codes), stored)
     qweight = qweight if qweight.stride(1) == 1 else qweight.contiguous()
-    blocks, steps = -(-out_features // LANES), -(-in_features // columns)
-    words = torch.empty(blocks, steps, 3 if stored == 3 else 1, LANES, dtype=torch.int32)
+    words = torch.empty(shape, dtype=torch.int32)
     sizes = qweight.stride(0), out_features, in_features, bits, stored, added, has_signs
     torch.get_num_threads()  # gives a new Python thread torch's number of threads: OpenMP keeps one a thread
     call = _Packing(qweight.data_ptr(), words.data_ptr(), *sizes)
@@ -101,5 +109,10 @@ def unpack_lines(words: torch.Tensor, bits: int, out_features: int, in_features:
 
 def in_blocks(values: torch.Tensor, out_features: int) -> torch.Tensor:
     """Values per group [N or 1, G] -> [blocks, G, 16]."""
-    values = F.pad(values.expand(out_features, -1), (0, 0, 0, -out_features % LANES))
-    return values.view(-1, LANES, values.shape[1]).transpose(1, 2).contiguous()
+
+    def make():
+        padded = F.pad(values.expand(out_features, -1), (0, 0, 0, -out_features % LANES))
+        return padded.view(-1, LANES, groups).transpose(1, 2).contiguous()
+
+    groups = values.shape[1]
+    return kept((-(-out_features // LANES), groups, LANES), values.dtype, make)
