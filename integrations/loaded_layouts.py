@@ -5,16 +5,17 @@ import transformers
 
 from hf_efficient.kernels.native.heap import HeapTrimmer, MappedFiles
 from hf_efficient.kernels.native.layout_cache import LayoutCache
-from hf_efficient.kernels.native.layout_cache import folder as check_cache  # noqa: F401
+from hf_efficient.kernels.native.layout_cache import state as state_of_files  # noqa: F401
 from hf_efficient.layers import CompressedModule
 
 
-def derive_all(model, heap: HeapTrimmer, files, conversions: list[str] | None) -> None:
+def derive_all(model, heap: HeapTrimmer, files, before: str | None, conversions: list[str] | None) -> None:
     """Derives the layouts of all modules of `model`, and gives back the memory of what they replace.
 
     Args:
         heap: counts the bytes of canonical tensors.
         files: of the checkpoint whose tensors the canonical ones are; none where they were computed.
+        before: `state_of_files(files)` before they were read; None: layouts are not kept.
         conversions: what transformers did to names and tensors of the files, in words; None: layouts are not kept.
     """
     mapped = MappedFiles(files)
@@ -22,9 +23,8 @@ def derive_all(model, heap: HeapTrimmer, files, conversions: list[str] | None) -
     weights = [
         f"{name} {w} {_dtype(module, w)}" for name, module in modules.items() for w in module.compressed_weights()
     ]
-    cache = LayoutCache(
-        () if conversions is None else files, (transformers.__version__, *(conversions or ()), *weights)
-    )
+    before = None if conversions is None else before
+    cache = LayoutCache(files, before, (transformers.__version__, *(conversions or ()), *weights))
     # the largest first: while a layout is written, the pages of its source count, too
     for name in sorted(modules, key=lambda name: -sum(x.nbytes for x in modules[name].parameters(recurse=False))):
         with cache.of(name):

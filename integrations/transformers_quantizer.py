@@ -35,7 +35,8 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
         self.residence = self.part_to_save = None
         # canonical tensors of an embedding to which others are tied, while it is loaded
         self._tied_parts, self._is_contradictory = None, False
-        self._conversions = None  # of the names and tensors of our own checkpoint, in words
+        self._state_before = None  # of the files of our own checkpoint, before they are read
+        self._conversions = None  # of its names and tensors, in words
 
     @property
     def is_compileable(self) -> bool:
@@ -60,8 +61,8 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
 
     def before_loading(self, model, files, device_map=None) -> None:
         """Swaps the modules of `model`, on the meta device. files: of the checkpoint, or None."""
-        loaded_layouts.check_cache()
         own_files = type(self) is EfficientQuantizer
+        self._state_before = loaded_layouts.state_of_files(files or () if own_files and self.pre_quantized else ())
         if own_files and not self.pre_quantized:
             from hf_efficient.calibration import loading
 
@@ -163,7 +164,7 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
             dtypes = saved_tensors.check(self._files, weights, conversions, model)
             if not self.quantization_config.dequantize:
                 weight_conversions.keep_dtypes(model, dtypes)
-                if type(self) is EfficientQuantizer:
+                if self._state_before is not None:
                     self._conversions = [f"{type(c)} {weight_conversions.patterns(c)}" for c in conversions]
                 return conversions
             return conversions + [weight_conversions.dequantizer(self, leaf) for leaf in leaves]
@@ -205,9 +206,8 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
                 loading.run(model, self.quantization_config, self.swapped.calibrated, self.residence)
         is_cut = tensor_parallel.localize(model)
         self.forget_conversions(model)
-        loaded_layouts.derive_all(
-            model, self.heap, self._files or () if self.pre_quantized else (), None if is_cut else self._conversions
-        )
+        files, conversions = self._files or () if self.pre_quantized else (), None if is_cut else self._conversions
+        loaded_layouts.derive_all(model, self.heap, files, self._state_before, conversions)
         self.heap.finish()
         if is_cut:
             tensor_parallel.refuse_saving(model)

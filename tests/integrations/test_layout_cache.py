@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from saved_models import INT4, folder, load, logits
 from transformers import AutoConfig
 
+from hf_efficient.integrations import loaded_layouts
 from hf_efficient.kernels.linear import lines, native_cpu
 from hf_efficient.kernels.native import layout_cache, tiers
 
@@ -123,6 +126,147 @@ def test_a_changed_checkpoint_is_packed_again_in_the_same_file(checkpoint, kept,
     assert count and list(kept.iterdir()) == [file]
     os.environ.pop(layout_cache.VARIABLE)
     assert torch.equal(changed, loaded(checkpoint, packed)[0])
+
+
+@pytest.fixture
+def other(checkpoint, tmp_path):
+    """A function that puts another checkpoint's weights into the place of those of `checkpoint`."""
+    tensors, name = load_file(checkpoint / "model.safetensors"), "model.layers.0.mlp.up_proj.qweight"
+    save_file({**tensors, name: tensors[name] ^ 255}, tmp_path / "other", metadata={"format": "pt"})
+    return lambda: os.replace(tmp_path / "other", checkpoint / "model.safetensors")
+
+
+def before_the_call(monkeypatch, name, action):
+    """`action` runs once, before the first call of the function `name` of loaded_layouts."""
+    call, actions = getattr(loaded_layouts, name), [action]
+
+    def both(*arguments):
+        while actions:
+            actions.pop()()
+        return call(*arguments)
+
+    monkeypatch.setattr(loaded_layouts, name, both)
+
+
+def test_of_weights_that_are_replaced_once_they_are_mapped_nothing_is_kept(
+    checkpoint, expected, other, kept, packed, monkeypatch, caplog
+):
+    before_the_call(monkeypatch, "derive_all", other)
+    with caplog.at_level(logging.WARNING, "hf_efficient"):
+        found, count = loaded(checkpoint, packed)
+    assert torch.equal(found, expected[0]) and count == expected[1]
+    assert f"{checkpoint} was changed while it was loaded" in caplog.text and not kept.exists()
+    changed = loaded(checkpoint, packed)[0]
+    monkeypatch.delenv(layout_cache.VARIABLE)
+    assert torch.equal(changed, loaded(checkpoint, packed)[0]) and not torch.equal(changed, found)
+
+
+def test_of_weights_that_are_replaced_before_they_are_mapped_nothing_is_taken(
+    checkpoint, expected, other, kept, packed, monkeypatch
+):
+    loaded(checkpoint, packed)
+    [file], take = kept.iterdir(), loaded_layouts.state_of_files
+    whole = file.read_bytes()
+
+    def state_then_replaced(files):
+        before = take(files)
+        other()
+        return before
+
+    monkeypatch.setattr(loaded_layouts, "state_of_files", state_then_replaced)
+    found, count = loaded(checkpoint, packed)
+    monkeypatch.undo()
+    assert count == expected[1] and file.read_bytes() == whole
+    assert torch.equal(found, loaded(checkpoint, packed)[0]) and not torch.equal(found, expected[0])
+
+
+def test_a_checkpoint_that_is_removed_once_it_is_mapped_is_loaded(
+    checkpoint, expected, kept, packed, monkeypatch, caplog
+):
+    before_the_call(monkeypatch, "derive_all", lambda: shutil.rmtree(checkpoint))
+    with caplog.at_level(logging.WARNING, "hf_efficient"):
+        found, count = loaded(checkpoint, packed)
+    assert torch.equal(found, expected[0]) and count == expected[1] and not kept.exists()
+    assert f"layouts of {checkpoint} are not kept" in caplog.text and "No such file" in caplog.text
+
+
+def test_a_folder_that_cannot_be_searched_gets_a_warning(checkpoint, expected, kept, packed, monkeypatch, caplog):
+    loaded(checkpoint, packed)
+    stat = Path.stat
+
+    def refuse(path, **options):
+        if kept in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with caplog.at_level(logging.WARNING, "hf_efficient"):
+        found, count = loaded(checkpoint, packed)
+    assert torch.equal(found, expected[0]) and count == expected[1]
+    assert "Permission denied" in caplog.text
+
+
+def test_samples_tell_files_apart_whose_times_are_the_same(tmp_path):
+    def samples(content):
+        (tmp_path / "weights").write_bytes((2).to_bytes(8, "little") + b"{}" + content)
+        return layout_cache._state(str(tmp_path / "weights")).rsplit(b"(", 1)[0]
+
+    for place in (0, 500_000, 984_000):
+        changed = bytearray(1_000_000)
+        changed[place : place + 16_000] = b"x" * 16_000
+        assert samples(bytes(1_000_000)) != samples(changed)
+    assert samples(b"short") != samples(b"other")
+
+
+def two_caches(checkpoint):
+    """Of one checkpoint, with a tensor that each has made."""
+    files = [str(checkpoint / "model.safetensors")]
+    caches = [layout_cache.LayoutCache(files, layout_cache.state(files), ()) for _ in range(2)]
+    for cache in caches:
+        with cache.of("layer"):
+            layout_cache.kept((3,), torch.float32, lambda: torch.ones(3))
+    return caches
+
+
+def test_an_equal_file_is_not_written_again_and_partial_files_of_yesterday_go(checkpoint, kept):
+    first, second = two_caches(checkpoint)
+    kept.mkdir()
+    old, young, others = (kept / name for name in (".layouts-1.partial", ".layouts-2.partial", ".data.partial"))
+    for path, days in ((old, 2), (young, 0.5), (others, 2)):
+        path.write_bytes(b"")
+        os.utime(path, (time.time() - days * 86400,) * 2)
+    first.finish()
+    written = first.path.stat()
+    second.finish()
+    assert os.path.samestat(written, second.path.stat()) and written.st_mtime_ns == second.path.stat().st_mtime_ns
+    assert {*kept.iterdir()} == {young, others, first.path}
+    with safe_open(first.path, framework="pt") as opened:
+        assert opened.metadata()["checkpoint"] == str(checkpoint)
+
+
+def test_a_file_of_another_user_is_not_read(checkpoint, expected, kept, packed, monkeypatch, caplog):
+    loaded(checkpoint, packed)
+    [file] = kept.iterdir()
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata()
+    save_file({name: torch.zeros_like(tensor) for name, tensor in load_file(file).items()}, file, metadata=metadata)
+    if os.geteuid() == 0:
+        os.chown(file, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with caplog.at_level(logging.WARNING, "hf_efficient"):
+        found, count = loaded(checkpoint, packed)
+    assert torch.equal(found, expected[0]) and count == expected[1]
+    assert f"{file} holds no layouts that can be read, they are made anew: it belongs to another user" in caplog.text
+    assert file.stat().st_uid == os.getuid()
+
+
+def test_sources_that_name_and_derive_layouts_have_a_part_in_the_key(monkeypatch):
+    read = set()
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.add(path.resolve().name) or b"")
+    layout_cache._sources.__wrapped__()
+    assert {"__init__.py", "layers.py", "experts.py", "embeddings.py", "loaded_layouts.py", "layout_cache.py"} <= read
+    assert {"lines.py", "affine.py", "tiers.py"} <= read
 
 
 def test_another_tier_another_scheme_and_other_sources_have_their_own(checkpoint, expected, kept, packed, monkeypatch):
