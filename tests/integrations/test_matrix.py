@@ -2,6 +2,7 @@
 left-padded batch gives the same tokens (float32) as eager attention with transformers' own cache and no
 speculation."""
 
+import itertools
 import re
 
 import pytest
@@ -44,9 +45,9 @@ PAIRS += [(name, config) for name in ("llama", "qwen3_moe") for config in CONFIG
 
 
 def is_asked_for(architecture, config, attention, cache, speculation) -> bool:
-    """Two architectures, one of them with windows, have the whole product. For the others every two of attention, cache
-    and speculation meet."""
-    if architecture in ("llama", "gemma3") or CONFIGS[config] is not None:
+    """Two architectures, one of them with windows, have the whole product, and so have those without one of the
+    attentions. For the others every two of attention, cache and speculation meet."""
+    if architecture in ("llama", "gemma3") or (architecture, "sdpa") in REFUSALS or CONFIGS[config] is not None:
         return True
     places = [list(each).index(name) for each, name in ((ATTENTIONS, attention), (CACHES, cache))]
     return sum(places, list(SPECULATION).index(speculation)) % len(ATTENTIONS) == 0
@@ -77,6 +78,15 @@ def test_every_combination_decodes_the_same_tokens(architecture, config, checkpo
                 if not torch.equal(tokens, expected):
                     failures.append((attention, cache, speculation, tokens.tolist()))
     assert not failures, f"expected {expected.tolist()}, got {failures}"
+
+
+@pytest.mark.parametrize("architecture", TINY_MODELS)
+def test_every_two_options_of_an_architecture_meet(architecture):
+    attentions = [attention for attention in ATTENTIONS if (architecture, attention) not in REFUSALS]
+    everything = list(itertools.product(attentions, CACHES, SPECULATION))
+    asked_for = [names for names in everything if is_asked_for(architecture, "none", *names)]
+    for one, other in itertools.combinations(range(3), 2):
+        assert {(n[one], n[other]) for n in asked_for} == {(n[one], n[other]) for n in everything}
 
 
 def test_refusals_name_known_rows():

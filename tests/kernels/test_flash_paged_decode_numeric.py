@@ -133,12 +133,14 @@ def test_formats(kernel_device, name, block_size, dim):
     check_case(*case(kernel_device, name, (150, -1, 256), 3, 3, 1, dim, block_size, dtype=torch.float16, **groups))
 
 
-@pytest.mark.parametrize("name, block_size, group", [("int4", 64, 64), ("int2", 32, 32), ("int4", 96, 32)])
+@pytest.mark.parametrize(
+    "name, block_size, group, heads", [("int4", 64, 64, (8, 2)), ("int2", 32, 32, (4, 1)), ("int4", 96, 32, (4, 1))]
+)
 @pytest.mark.usefixtures("two_processors")
-def test_groups_of_whole_warps(kernel_device, name, block_size, group):
+def test_groups_of_whole_warps(kernel_device, name, block_size, group, heads):
     """Groups that leave each warp 32 keys, in pages larger and smaller than a tile."""
     layout = {"group": group, "ring": 2 * group, "dtype": torch.float16}
-    check_case(*case(kernel_device, name, (290, 1, -1, 96, 0, 130), 1, 4, 1, 64, block_size, **layout))
+    check_case(*case(kernel_device, name, (290, 1, -1, 96, 0, 130), 1, *heads, 64, block_size, **layout))
 
 
 @pytest.mark.parametrize("name, block_size", [("int8", 64), ("fp8", 16), ("int4", 64), ("int2", 32)])
