@@ -56,6 +56,7 @@ class RaggedModel(PromptReading, PackedReading):
     argmax: torch.Tensor | None = None
     computed = 0
     wants_logits = True
+    sees_ahead = False  # whether its attention masks no later tokens by itself
 
     def __init__(
         self,
