@@ -16,7 +16,6 @@ WAYS = {
     "both": "`BestOf(PromptLookup(32), TokenRecycling())`",
     "assistant": "the model itself in 4 bits",
     "heads": "`DraftHeads`",
-    "heads int8": "`DraftHeads`, `bits = 8`",
     "heads int4": "`DraftHeads`, `bits = 4`",
 }
 
@@ -60,7 +59,7 @@ def goals() -> str:
         return choose((field(found[kind, size, way]) for way in ways if (kind, size, way) in found), default=None)
 
     whole, decoding = lambda line: line["ratio"]["generate"], lambda line: line["decoding_ratio"]
-    lookup, heads, medium = ("prompt_lookup",), ("heads", "heads int8", "heads int4"), whisper["medium, bfloat16"]
+    lookup, heads, medium = ("prompt_lookup",), ("heads", "heads int4"), whisper["medium, bfloat16"]
     sources = "whisper-medium, eight sources, without the prompt"
     rows = [
         ("copying, eight prompts at once, whole call", 2.0, best("copying", 8, whole, lookup)),

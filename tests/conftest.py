@@ -1,4 +1,3 @@
-import gc
 import os
 import tempfile
 
@@ -33,12 +32,6 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):  # `keywords` would hold the names of folders, too
                 item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
-
-
-def pytest_collection_finish():
-    """A full collection of garbage then passes over what is imported: it took a second, hundreds of times."""
-    gc.collect()
-    gc.freeze()
 
 
 def _tier_of(item) -> str | None:
