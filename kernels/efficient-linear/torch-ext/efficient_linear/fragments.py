@@ -62,6 +62,39 @@ def multiply_add(word, factor, addend, DTYPE: tl.constexpr, PTX: tl.constexpr, U
 
 
 @triton.jit
+def shifted_codes(words, J: tl.constexpr, BITS: tl.constexpr, P: tl.constexpr):
+    """Codes of matrix instruction J of a step, from bit P of both halves of int32 [T, 128]; words: the step's blocks,
+    alike."""
+    IN_WORD: tl.constexpr = 16 // BITS
+    if BITS == 3 and J == 15:
+        return ((words[0] >> 15) & 0x00010001) | ((words[1] >> 14) & 0x00020002) | ((words[2] >> 13) & 0x00040004)
+    else:
+        return (words[J // IN_WORD] >> (J % IN_WORD * BITS - P)) & (((1 << BITS) - 1 << P) * 0x10001)
+
+
+@triton.jit
+def plane_word(
+    words, zero, magic, J: tl.constexpr, BITS: tl.constexpr, ASYMMETRIC: tl.constexpr, DTYPE: tl.constexpr,
+    PTX: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """As `plane`, two 16-bit numbers in each int32 [T, 128]; not of 8 bits."""
+    MANTISSA: tl.constexpr = 10 if DTYPE == tl.float16 else 7
+    WINDOW: tl.constexpr = MANTISSA // BITS  # codes that one number's mantissa holds
+    P: tl.constexpr = J % (16 // BITS) % WINDOW * BITS
+    CENTRE: tl.constexpr = 1 << (BITS - 1)
+    ONE: tl.constexpr = 1 << MANTISSA  # the number whose ulp is 1
+    if not ASYMMETRIC:
+        addend = in_both_halves(-(ONE >> P) - CENTRE, DTYPE)
+    elif P > 0:
+        one, difference = in_both_halves(1.0, DTYPE), in_both_halves(ONE - (ONE >> P), DTYPE)
+        addend = multiply_add(zero, one, difference, DTYPE, PTX, UPCAST)
+    else:
+        addend = zero
+    factor = in_both_halves(1.0 / (1 << P), DTYPE)
+    return multiply_add(shifted_codes(words, J, BITS, P) | magic, factor, addend, DTYPE, PTX, UPCAST)
+
+
+@triton.jit
 def plane(
     words, zero, magic, J: tl.constexpr, BITS: tl.constexpr, ASYMMETRIC: tl.constexpr, DTYPE: tl.constexpr,
     PTX: tl.constexpr, UPCAST: tl.constexpr,
@@ -69,30 +102,13 @@ def plane(
     """Codes of matrix instruction J of a step minus zero points: words, the step's blocks, each int32 [T, 128] -> DTYPE
     [T, 128, 2]. zero: `zero_point_word` of the row of each word, alike (read when ASYMMETRIC)."""
     MANTISSA: tl.constexpr = 10 if DTYPE == tl.float16 else 7
-    WINDOW: tl.constexpr = MANTISSA // BITS if DTYPE != tl.float32 else 0  # codes that one number's mantissa holds
-    IN_WORD: tl.constexpr = 16 // BITS
-    FIELD: tl.constexpr = J % IN_WORD
-    P: tl.constexpr = FIELD % WINDOW * BITS if WINDOW > 0 else 0
-    CENTRE: tl.constexpr = 1 << (BITS - 1)
-    if BITS == 3 and J == 15:
-        word = ((words[0] >> 15) & 0x00010001) | ((words[1] >> 14) & 0x00020002) | ((words[2] >> 13) & 0x00040004)
+    if DTYPE != tl.float32 and BITS <= MANTISSA:
+        return halves(plane_word(words, zero, magic, J, BITS, ASYMMETRIC, DTYPE, PTX, UPCAST), DTYPE)
     else:
-        word = (words[J // IN_WORD] >> (FIELD * BITS - P)) & (((1 << BITS) - 1 << P) * 0x10001)
-    if WINDOW > 0:
-        ONE: tl.constexpr = 1 << MANTISSA  # the number whose ulp is 1
-        if not ASYMMETRIC:
-            addend = in_both_halves(-(ONE >> P) - CENTRE, DTYPE)
-        elif P > 0:
-            one, difference = in_both_halves(1.0, DTYPE), in_both_halves(ONE - (ONE >> P), DTYPE)
-            addend = multiply_add(zero, one, difference, DTYPE, PTX, UPCAST)
-        else:
-            addend = zero
-        factor = in_both_halves(1.0 / (1 << P), DTYPE)
-        return halves(multiply_add(word | magic, factor, addend, DTYPE, PTX, UPCAST), DTYPE)
-    else:
+        word = shifted_codes(words, J, BITS, 0)
         low = ((word & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True)
         high = ((word >> 16) | 0x4B000000).to(tl.float32, bitcast=True)
-        addend = zero.to(tl.float32, bitcast=True) if ASYMMETRIC else -8388608.0 - CENTRE
+        addend = zero.to(tl.float32, bitcast=True) if ASYMMETRIC else -8388608.0 - (1 << (BITS - 1))
         return tl.join(low + addend, high + addend).to(DTYPE)
 
 

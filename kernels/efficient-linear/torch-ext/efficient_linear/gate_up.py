@@ -5,7 +5,6 @@ import torch.nn.functional as F
 import triton
 
 from .gate_up_kernels import gate_up_kernel
-from .launch_configs import choose_tile
 from .packing import step_columns
 from .split_k import split
 from .weight_only import (
@@ -16,6 +15,8 @@ from .weight_only import (
     _on,
     _options,
     _scale_strides,
+    few_tokens_tile,
+    register_options,
     weight_only_linear,
 )
 
@@ -60,7 +61,7 @@ def gate_up_silu(
     out = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
-    tile = choose_tile(tokens, x.dtype == torch.float32, bits, small=_has_small_tiles(x.device))
+    tile = few_tokens_tile(x, (*gate[1:3], *up[1:3]), bits, group_size, _has_small_tiles(x.device))
     row_blocks, token_blocks = triton.cdiv(out_features, tile.block_n), triton.cdiv(tokens, tile.block_m)
     steps = triton.cdiv(in_features, step_columns(bits))
     with _on(x.device):
@@ -70,6 +71,6 @@ def gate_up_silu(
             x, *gate, *up, out, partial, arrivals, tokens, out_features, in_features, x.stride(0),
             *(stride for tensor in (gate[1], gate[2], up[1], up[2]) for stride in _scale_strides(tensor)), per_split,
             SPLIT=splits > 1, HAS_BIAS=gate[3] is not None,
-            **_options(tile, x, bits, group_size, in_features, gate[2]),
+            **_options(tile, x, bits, group_size, in_features, gate[2]), **register_options(tile),
         )  # fmt: skip
     return out

@@ -7,10 +7,21 @@ import triton
 
 from .gate_up import FUSED_TOKENS
 from .joined_kernels import gate_up_dense_kernel, joined_dense_kernel, joined_few_tokens_kernel
-from .launch_configs import DenseTile, choose_dense_tile, choose_tile
+from .launch_configs import DenseTile, choose_dense_tile
 from .packing import step_columns
 from .split_k import split
-from .weight_only import INTERPRETED, PTX, _check_device, _check_input, _check_scales, _on, _options, _scale_strides
+from .weight_only import (
+    INTERPRETED,
+    _check_device,
+    _check_input,
+    _check_scales,
+    _on,
+    _on_hopper,
+    _options,
+    _scale_strides,
+    few_tokens_tile,
+    register_options,
+)
 
 
 MOST_WEIGHTS = 3  # of one launch
@@ -61,7 +72,7 @@ def joined_weight_only_linear(
     outs = [torch.empty(len(x), size, dtype=x.dtype, device=x.device) for size in sizes]
     if len(x) == 0:
         return outs
-    tile = choose_tile(len(x), x.dtype == torch.float32, bits)
+    tile = few_tokens_tile(x, (*scales, *zeros), bits, group_size)
     row_blocks, token_blocks = sum(triton.cdiv(size, tile.block_n) for size in sizes), triton.cdiv(len(x), tile.block_m)
     steps = triton.cdiv(in_features, step_columns(bits))
     with _on(x.device):
@@ -72,7 +83,7 @@ def joined_weight_only_linear(
             x, *_three(packed), *_three(scales), *_three(zeros), *_three(biases), *_three(outs), partial, arrivals,
             len(x), *_three(sizes), in_features, x.stride(0), *_scale_strides(scales[0]), *_scale_strides(zeros[0]),
             per_split, COUNT=len(sizes), SPLIT=splits > 1, HAS_BIAS=biases[0] is not None,
-            **_options(tile, x, bits, group_size, in_features, zeros[0]),
+            **_options(tile, x, bits, group_size, in_features, zeros[0]), **register_options(tile),
         )  # fmt: skip
     return outs
 
@@ -90,10 +101,6 @@ def _check_dense(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Seque
         _check_device(weight)
     _check_alike("the row stride", [weight.stride(0) for weight in weights])
     _check_alike("bias", [bias if bias is None else bias.dtype for bias in biases])
-
-
-def _on_hopper(device: torch.device) -> bool:
-    return PTX and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _dense_launch(x, tile: DenseTile, rows: Sequence[int], programs_of: Sequence[int], weight):

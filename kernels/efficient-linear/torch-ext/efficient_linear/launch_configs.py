@@ -34,6 +34,26 @@ SIXTEEN_BIT_INPUT = {
 # (weight_only._has_small_tiles): they wait for no other warp, with fewer registers and half the shared memory. Weights
 # of fewer bits are slower so.
 SMALL, MOST_SMALL = Tile(64, 8, 4, 4, 4), 8
+
+
+@dataclass(frozen=True)
+class RegisterTile(Tile):
+    """Of `register_products`: its warps share the chunks of K. exchange: how they load x (see `load_x`)."""
+
+    exchange: bool = False
+    chunk: int = 512  # columns of K that one warp takes at a time: 256 or 512
+    registers: int | None = None  # the most a thread may have
+
+
+MOST_CHUNK = 512
+
+
+# most tokens -> tile
+IN_REGISTERS = {
+    2: RegisterTile(32, 8, 4, 1, 8),
+    8: RegisterTile(32, 8, 4, 1, 8, exchange=True),
+    16: RegisterTile(32, 16, 4, 1, 8, exchange=True),
+}
 # float32 has no exact matrix instruction: plain multiply-adds, small tiles, for comparison rather than for speed
 FLOAT32_INPUT = {64: Tile(32, 16, 4, 2, 4), 256: Tile(32, 32, 4, 2)}
 
@@ -98,6 +118,10 @@ def stages(tile: Tile, bits: int) -> int:
 def choose_steps_per_split(tile: Tile, programs: int, steps: int, processors: int) -> int:
     """How many of the `steps` of K one program takes, for `programs` tiles on `processors` multiprocessors: an even
     number, for rounds of two."""
+    if isinstance(tile, RegisterTile):
+        round_ = MOST_CHUNK // 128 * tile.num_warps  # the warps of a program take a chunk each
+        splits = max(1, min(tile.programs_per_processor * processors // programs, steps // round_))
+        return min(steps, triton.cdiv(steps, splits * round_) * round_)
     fewest = FEWEST_STEPS_PER_SPLIT
     if programs * (steps // fewest) < processors:
         fewest //= 2

@@ -9,7 +9,7 @@ from .codebook_fragments import GATHER, PERMUTE
 from .dequantize_kernels import dequantize_kernel
 from .fragments import MAGIC_BFLOAT16, MAGIC_FLOAT16
 from .frozen_weight import FrozenWeightProduct, needs_gradient
-from .launch_configs import DEQUANTIZE_ABOVE, choose_tile, stages
+from .launch_configs import DEQUANTIZE_ABOVE, IN_REGISTERS, MOST_CHUNK, RegisterTile, Tile, choose_tile, stages
 from .packing import COLUMNS, check_layout, check_packed, number_of_groups, step_columns
 from .split_k import split
 from .weight_only_kernels import few_tokens_kernel, many_tokens_kernel
@@ -31,6 +31,27 @@ def quads(device: torch.device, block_m: int = 16) -> bool:
 def _has_small_tiles(device: torch.device) -> bool:
     """Whether matrix instructions of 8 tokens (`launch_configs.SMALL`) take both operands from registers."""
     return INTERPRETED or quads(device, 8)
+
+
+def _on_hopper(device: torch.device) -> bool:
+    return PTX and torch.cuda.get_device_capability(device)[0] == 9
+
+
+GROUPS_IN_REGISTERS = 64, 128, 256, -1, None
+
+
+def few_tokens_tile(x, scales, bits: int, group_size: int | None, small: bool = False) -> Tile:
+    """The tile of a product of checked arguments, of `register_products` where it applies. scales: scales and zero
+    points (or None) of all weights; small: as `choose_tile`."""
+    tokens, in_features = x.shape
+    aligned = (each is None or (each.is_contiguous() and each.data_ptr() % 16 == 0) for each in scales)
+    if (
+        (INTERPRETED or _on_hopper(x.device)) and tokens <= max(IN_REGISTERS) and in_features % MOST_CHUNK == 0
+        and bits < 8 and group_size in GROUPS_IN_REGISTERS and torch.float32 not in (x.dtype, scales[0].dtype)
+        and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and all(aligned)
+    ):  # fmt: skip
+        return next(tile for most, tile in IN_REGISTERS.items() if tokens <= most)
+    return choose_tile(tokens, x.dtype == torch.float32, bits, small)
 
 
 def _check_device(packed: torch.Tensor) -> None:
@@ -185,7 +206,10 @@ def _multiply(x, packed, scale, zero_point, bias, codebook=None, *, bits, group_
     out = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
-    tile = choose_tile(tokens, x.dtype == torch.float32, bits, _has_small_tiles(x.device))
+    if codebook is None:
+        tile = few_tokens_tile(x, (scale, zero_point), bits, group_size, _has_small_tiles(x.device))
+    else:
+        tile = choose_tile(tokens, x.dtype == torch.float32, bits, _has_small_tiles(x.device))
     row_blocks, token_blocks = triton.cdiv(out_features, tile.block_n), triton.cdiv(tokens, tile.block_m)
     tensors = (x, packed, scale, zero_point, codebook, bias, out)
     sizes = (tokens, out_features, in_features, x.stride(0), *_scale_strides(scale), *_scale_strides(zero_point))
@@ -203,9 +227,17 @@ def _multiply(x, packed, scale, zero_point, bias, codebook=None, *, bits, group_
         programs, shape = row_blocks * token_blocks, (tokens, out_features)
         per_split, splits, partial, arrivals = split(tile, programs, steps, shape, torch.float32, x.device)
         few_tokens_kernel[(row_blocks, token_blocks, splits)](
-            *tensors, partial, arrivals, *sizes, per_split, SPLIT=splits > 1, **options
+            *tensors, partial, arrivals, *sizes, per_split, SPLIT=splits > 1, **options, **register_options(tile)
         )
     return out
+
+
+def register_options(tile: Tile) -> dict:
+    """The constants of the kernels for few tokens."""
+    if not isinstance(tile, RegisterTile):
+        return dict(WARPS=0, EXCHANGE=False, CHUNK=0)
+    limit = dict(maxnreg=tile.registers) if PTX and tile.registers else {}
+    return dict(WARPS=tile.num_warps, EXCHANGE=tile.exchange, CHUNK=tile.chunk, **limit)
 
 
 def _options(tile, x, bits, group_size, in_features, zero_point) -> dict:
