@@ -119,7 +119,7 @@ def choose_steps_per_split(tile: Tile, programs: int, steps: int, processors: in
     """How many of the `steps` of K one program takes, for `programs` tiles on `processors` multiprocessors: an even
     number, for rounds of two."""
     if isinstance(tile, RegisterTile):
-        round_ = MOST_CHUNK // 128 * tile.num_warps  # the warps of a program take a chunk each
+        round_ = tile.chunk // 128 * tile.num_warps  # the warps of a program take a chunk each
         splits = max(1, min(tile.programs_per_processor * processors // programs, steps // round_))
         return min(steps, triton.cdiv(steps, splits * round_) * round_)
     fewest = FEWEST_STEPS_PER_SPLIT
