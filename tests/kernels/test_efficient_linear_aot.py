@@ -12,6 +12,7 @@ from hf_efficient.kernels.efficient_linear import (
     dequantize_kernels,
     gate_up_kernels,
     launch_configs,
+    weight_only,
     weight_only_kernels,
 )
 from hf_efficient.kernels.efficient_linear.codebook_fragments import GATHER, PERMUTE
@@ -30,15 +31,18 @@ def compile_linear(
     asymmetric=True,
     lookup=0,
     per_row=False,
+    tile=None,
     **constants,
 ):
     """As weight_only_linear launches it for even K, with bias, K split, and the groups of a row side by side;
     `constants` replaces run-time arguments by values."""
-    tile = launch_configs.choose_tile(tokens, dtype == "fp32", bits)
+    tile = tile or launch_configs.choose_tile(tokens, dtype == "fp32", bits)
     kernel = kernel or (FEW if tile.programs_per_processor else MANY)
     constexprs = dict(BITS=bits, GROUP=group, ASYMMETRIC=asymmetric, HAS_BIAS=True, EVEN_K=True, SPLIT=True)
     constexprs |= dict(LOOKUP=lookup, PER_ROW=per_row, PTX=target != "gfx942", QUADS=target in QUADS)
     constexprs |= dict(BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, UPCAST=False)
+    constexprs |= weight_only.register_options(tile)
+    registers = constexprs.pop("maxnreg", None)
     constexprs["stride_sg"] = 1 if group else 0
     if asymmetric:
         constexprs["stride_zg"] = constexprs["stride_sg"]
@@ -52,7 +56,7 @@ def compile_linear(
             signature[name] = types.get(name.split("_")[0], f"*{dtype}") if name.endswith("_ptr") else "i32"
     aligned = tuple(name for name in ("N", "K", "stride_x") if name in signature)
     stages = launch_configs.stages(tile, bits)
-    return compile_kernel(kernel, signature, constexprs, target, tile.num_warps, stages, aligned)
+    return compile_kernel(kernel, signature, constexprs, target, tile.num_warps, stages, aligned, registers)
 
 
 @pytest.mark.parametrize(

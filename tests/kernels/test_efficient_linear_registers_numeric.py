@@ -1,0 +1,61 @@
+"""Products of up to 16 tokens in registers against the float32 reference: natively on CUDA; elsewhere interpreted, in
+plain operations and with the inline assembly of NVIDIA GPUs."""
+
+import ptx
+import pytest
+import torch
+import triton.language as tl
+from linear_checks import random_weight
+from test_efficient_linear_numeric import check_product
+
+from hf_efficient.kernels import efficient_linear
+from hf_efficient.kernels.efficient_linear import launch_configs, weight_only
+
+
+CASES = [  # bits, group, symmetric, tokens, rows and columns of the weight, tile
+    (4, 64, False, 1, 40, 1024, (32, 8, 4, False, 512)),
+    (4, 64, False, 8, 40, 1536, (32, 8, 2, True, 256)),  # an odd number of chunks
+    (4, 64, True, 16, 16, 512, (16, 16, 2, False, 512)),
+    (4, 128, False, 7, 33, 3584, (64, 8, 2, True, 512)),  # the last split is shorter
+    (4, 256, False, 3, 70, 512, (16, 8, 1, False, 256)),
+    (4, -1, False, 5, 40, 512, (16, 8, 2, True, 256)),
+    (2, 64, False, 16, 40, 1024, (32, 16, 2, True, 256)),
+    (3, 256, False, 11, 40, 1024, (32, 16, 2, True, 512)),
+    (3, None, True, 2, 17, 1024, (32, 8, 4, False, 512)),
+]
+
+
+def product(case, dtype, device, monkeypatch):
+    bits, group, symmetric, tokens, rows, columns, (block_n, block_m, warps, exchange, chunk) = case
+    tile = launch_configs.RegisterTile(block_n, block_m, warps, 1, 8, exchange, chunk)
+    monkeypatch.setattr(weight_only, "IN_REGISTERS", {16: tile})
+    packed, scale, zero, layout = random_weight(rows, columns, bits, group, symmetric, dtype, device)
+    x = torch.randn(tokens, columns, device=device).to(dtype)
+    assert weight_only.few_tokens_tile(x, (scale, zero), bits, group) is tile
+    check_product(x, packed, scale, zero, torch.randn(rows, device=device), layout)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_product(case, dtype, kernel_device, monkeypatch, nan_poison):
+    product(case, dtype, kernel_device, monkeypatch)
+
+
+@pytest.mark.skipif(not weight_only.INTERPRETED, reason="runs natively above")
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_inline_assembly(number, monkeypatch):
+    monkeypatch.setattr(tl, "inline_asm_elementwise", ptx.inline_asm_elementwise)
+    options = weight_only._options
+    monkeypatch.setattr(weight_only, "_options", lambda *arguments: {**options(*arguments), "PTX": True})
+    product(CASES[number], (torch.float16, torch.bfloat16)[number % 2], "cpu", monkeypatch)
+
+
+def test_other_layouts_take_the_other_kernel(kernel_device):
+    packed, scale, zero, layout = random_weight(40, 1024, 4, 64, False, torch.float16, kernel_device)
+    x = torch.randn(3, 1032, device=kernel_device).half()
+    columns = scale.t().contiguous().t()
+    for given, scales in ((x[:, 1:1025], scale), (x[:, :1024], columns), (x[:, :1024], scale.float())):
+        assert not isinstance(weight_only.few_tokens_tile(given, (scales, zero), 4, 64), launch_configs.RegisterTile)
+        expected = efficient_linear.weight_only_linear_reference(given, packed, scales, zero, **layout)
+        actual = efficient_linear.weight_only_linear(given, packed, scales, zero, **layout)
+        assert (actual - expected).abs().max() <= 2e-3 * expected.abs().max()
