@@ -25,6 +25,12 @@ CASES = [  # bits, group, symmetric, tokens, rows and columns of the weight, til
 ]
 
 
+@pytest.fixture(autouse=True)
+def on_hopper(kernel_device):
+    if not weight_only.INTERPRETED and not weight_only._on_hopper(torch.device(kernel_device)):
+        pytest.skip("for compute capability 9")
+
+
 def product(case, dtype, device, monkeypatch):
     bits, group, symmetric, tokens, rows, columns, (block_n, block_m, warps, exchange, chunk) = case
     tile = launch_configs.RegisterTile(block_n, block_m, warps, 1, 8, exchange, chunk)
@@ -48,6 +54,19 @@ def test_inline_assembly(number, monkeypatch):
     options = weight_only._options
     monkeypatch.setattr(weight_only, "_options", lambda *arguments: {**options(*arguments), "PTX": True})
     product(CASES[number], (torch.float16, torch.bfloat16)[number % 2], "cpu", monkeypatch)
+
+
+def test_k_is_split_and_the_counters_come_back_to_zero(kernel_device, monkeypatch, nan_poison, arrivals):
+    product((4, 64, False, 2, 70, 3584, (32, 8, 2, False, 256)), torch.float16, kernel_device, monkeypatch)
+    assert len(arrivals) == 1 and arrivals[0].numel() == 3 and not arrivals[0].any()
+
+
+def test_a_poisoned_neighbour_does_not_reach_other_tokens(kernel_device):
+    packed, scale, zero_point, layout = random_weight(40, 1024, 4, 64, False, torch.float16, kernel_device)
+    x = torch.randn(3, 1024, device=kernel_device).half()
+    x[0], x[2, 1023] = float("nan"), float("inf")
+    out = efficient_linear.weight_only_linear(x, packed, scale, zero_point, **layout)
+    assert torch.isfinite(out[1]).all() and out[0].isnan().all() and not torch.isfinite(out[2]).any()
 
 
 def test_other_layouts_take_the_other_kernel(kernel_device):
