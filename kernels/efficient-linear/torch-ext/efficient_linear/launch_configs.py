@@ -50,9 +50,9 @@ MOST_CHUNK = 512
 
 # most tokens -> tile
 IN_REGISTERS = {
-    2: RegisterTile(32, 8, 4, 1, 8),
-    8: RegisterTile(32, 8, 4, 1, 8, exchange=True),
-    16: RegisterTile(32, 16, 4, 1, 8, exchange=True),
+    2: RegisterTile(32, 8, 4, 1, 8, chunk=256),
+    8: RegisterTile(32, 8, 4, 1, 8, exchange=True, chunk=256),
+    16: RegisterTile(32, 16, 4, 1, 8, exchange=True, chunk=256),
 }
 # float32 has no exact matrix instruction: plain multiply-adds, small tiles, for comparison rather than for speed
 FLOAT32_INPUT = {64: Tile(32, 16, 4, 2, 4), 256: Tile(32, 32, 4, 2)}

@@ -1,10 +1,10 @@
 """Products of up to 16 tokens whose operands never leave the registers of a warp: NVIDIA GPUs, 16-bit x, 2 to 4 bits.
 
-A warp takes chunks of 512 columns of a few tiles of 16 rows; the warps of a program share the chunks of K and add up at
-the end. Packed words come straight from memory to the lanes that want them, scales and zero points of a chunk in one
-load a row, x as the other operand of m16n8k16. Nothing waits for another warp before the end, and groups of columns do
-not wait for each other. That is what tl.dot cannot say: its operands pass through shared memory and its accumulator has
-one scale at a time.
+A warp takes chunks of 256 or 512 columns of a few tiles of 16 rows; the warps of a program share the chunks of K and
+add up at the end. Packed words come straight from memory to the lanes that want them, scales and zero points of a chunk
+in one load a row, x as the other operand of m16n8k16. Nothing waits for another warp before the end, and groups of
+columns do not wait for each other. That is what tl.dot cannot say: its operands pass through shared memory, and a group
+has to wait for its sum to scale it.
 
 Fragments are int32 or float32 [rows, 128]: lane l of a warp has elements 4 l .. 4 l + 3 of a row (packing.py for the
 words; with g = l // 4 and t = l % 4, element i of the sums is row g + 8 * (i // 2), token 2 * t + i % 2; of x, token g,
@@ -206,8 +206,8 @@ def accumulate_in_registers(
     BLOCK_M: tl.constexpr, UPCAST: tl.constexpr, PTX: tl.constexpr, WARPS: tl.constexpr, EXCHANGE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """`weight_only_kernels.accumulate` where CHUNK divides K, steps are of whole chunks, GROUP (64, 128, 256, 512 or 0)
-    divides CHUNK, and scales are 16-bit numbers and lie side by side in a row (see `weight_only._in_registers`)."""
+    """`weight_only_kernels.accumulate` where CHUNK divides K, a program has whole chunks, GROUP (64, 128, 256 or 0)
+    divides CHUNK, and scales are 16-bit numbers and lie side by side in a row (see `weight_only.few_tokens_tile`)."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     COLUMNS: tl.constexpr = 256 if BITS == 3 else 128  # packing.step_columns
     BLOCKS: tl.constexpr = COLUMNS * BITS // 256

@@ -44,10 +44,12 @@ def few_tokens_tile(x, scales, bits: int, group_size: int | None, small: bool = 
     """The tile of a product of checked arguments, of `register_products` where it applies. scales: scales and zero
     points (or None) of all weights; small: as `choose_tile`."""
     tokens, in_features = x.shape
-    aligned = (each is None or (each.is_contiguous() and each.data_ptr() % 16 == 0) for each in scales)
+    scales = [each for each in scales if each is not None]
+    aligned = (each.is_contiguous() and each.data_ptr() % 16 == 0 for each in scales)
+    dtypes = {x.dtype, *(each.dtype for each in scales)}
     if (
         (INTERPRETED or _on_hopper(x.device)) and tokens <= max(IN_REGISTERS) and in_features % MOST_CHUNK == 0
-        and bits < 8 and group_size in GROUPS_IN_REGISTERS and torch.float32 not in (x.dtype, scales[0].dtype)
+        and bits < 8 and group_size in GROUPS_IN_REGISTERS and torch.float32 not in dtypes
         and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and all(aligned)
     ):  # fmt: skip
         return next(tile for most, tile in IN_REGISTERS.items() if tokens <= most)
@@ -157,8 +159,8 @@ def weight_only_linear(
 
     x: [M, K] float16, bfloat16 or float32, K = in_features contiguous, rows at any stride.
     packed: int32 [N, W] from `pack_weight`.
-    scale: [N, G], G = ceil(K / group_size), float of any kind, any strides (column-major reads a little faster);
-        [N, 1] for group_size -1, [1, 1] for group_size None.
+    scale: [N, G], G = ceil(K / group_size), float of any kind, any strides (contiguous ones of 16 bits are
+        read fastest); [N, 1] for group_size -1, [1, 1] for group_size None.
     zero_point: uint8 like scale, values up to 2^bits - 1; None = 2^(bits - 1).
     bias: [N], float of any kind, or None.
     bits: 2, 3, 4 or 8. group_size: 32, 64, a multiple of 128, -1 (one group a row) or None (one scale for the tensor).
