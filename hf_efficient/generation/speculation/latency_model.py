@@ -18,9 +18,13 @@ class LatencyCurve:
     The value at a measured size is the lower quartile of its last 7 measurements, as other work on the machine only
     adds time, and at most the value of any larger size. Between two sizes it is linear. Beyond the largest size it is
     constant: an optimistic guess, so that larger sizes are tried.
+
+    Args:
+        least: measurements from which on a size counts. One alone may hold a capture, and would never be tried again.
     """
 
-    def __init__(self):
+    def __init__(self, least: int = 1):
+        self._least = least
         self._measured: dict[int, deque] = defaultdict(lambda: deque(maxlen=_WINDOW))
         self._sizes: list[int] = []
         self._quartiles: dict[int, float] = {}
@@ -28,9 +32,11 @@ class LatencyCurve:
 
     def add(self, size: int, seconds: float) -> None:
         measured = self._measured[size]
-        if not measured:
-            insort(self._sizes, size)
         measured.append(seconds)
+        if len(measured) < self._least:
+            return
+        if size not in self._quartiles:
+            insort(self._sizes, size)
         quartile = sorted(measured)[(len(measured) - 1) // 4]
         if self._quartiles.get(size) != quartile:
             self._quartiles[size] = quartile
@@ -39,7 +45,7 @@ class LatencyCurve:
 
     @property
     def largest(self) -> int:
-        """The largest size measured, 0 for none."""
+        """The largest size that counts, 0 for none."""
         return self._sizes[-1] if self._sizes else 0
 
     def at(self, size: int) -> float:
@@ -68,7 +74,7 @@ class AcceptanceStatistics:
         to `CREDIT`, so that old gains do not pay for new losses.
     """
 
-    draft_seconds: LatencyCurve = field(default_factory=LatencyCurve)
+    draft_seconds: LatencyCurve = field(default_factory=lambda: LatencyCurve(least=2))
     prompt_seconds: float = 0.0
     acceptance: float = PRIOR_ACCEPTANCE
     has_confidence: bool = False
