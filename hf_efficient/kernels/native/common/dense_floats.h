@@ -8,7 +8,6 @@ template <int M>
 static INLINE void float_tile(const float *x, const float *w, const float *bias, int64_t width, int64_t count, float *y,
                               int64_t ld) {
     constexpr int N = SUMS / M, AT_ONCE = std::min(N, std::max(1, SUMS_IN_REGISTERS / M));
-    constexpr int64_t AHEAD = 1024;  // elements
     Floats all[SUMS];
 #pragma GCC unroll 1
     for (int first = 0; first < N; first += AT_ONCE) {
@@ -20,7 +19,7 @@ static INLINE void float_tile(const float *x, const float *w, const float *bias,
 #pragma GCC unroll 16
             for (int j = 0; j < AT_ONCE; j++) {
                 const float *from = w + std::min<int64_t>(first + j, count - 1) * width + k;
-                __builtin_prefetch(from + AHEAD, 0, 0);
+                __builtin_prefetch(from + SUMS * width, 0, 2);  // as in dense.h
                 const Floats weights = load_some(from, terms);
 #pragma GCC unroll 8
                 for (int i = 0; i < M; i++) {
