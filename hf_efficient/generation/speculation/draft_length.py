@@ -37,15 +37,15 @@ class DraftLengthPolicy:
     The latency model and the acceptance statistics outlive the call: a drafter that did not pay on as many sequences
     continues its pause.
 
-    What drafts cost is bounded: over n steps, `CREDIT` plain steps and `LOST_SHARE` of n, and `INVESTED_SHARE` of n for
-    reading prompts, beside captures and what a call loses before it ends. During a call an accepted token counts by the
-    mean of all sequences; at its end what counts is by how many steps the longest sequence came sooner. A drafter that
-    has lost more rests, but for trials after pauses that double, until it has not, or until one step of a trial saves
-    `PROOF`.
+    What drafts cost is bounded. In the long run they take 0.5 % of n steps: `LOST_SHARE` of n, and `INVESTED_SHARE` of
+    n for reading prompts. Beside that stand `CREDIT` plain steps, the first captures, and what a call loses before it
+    ends: during a call accepted tokens count by their mean over the sequences, and only at its end by how many steps
+    the longest sequence came sooner. A drafter that has lost more rests, but for trials after pauses that double, until
+    that is saved again, or until one step of a trial saves `PROOF`.
 
-    With `timed=False` the choice depends on neither a clock nor earlier calls: a forward counts as
-    1, a drafted token as `draft_cost`. Sampled runs with a drafter that draws need that, as there the draft's length
-    changes which random numbers the target's tokens are drawn by.
+    With `timed=False` the choice depends on neither a clock nor earlier calls: a forward counts as 1, a drafted token
+    as `draft_cost`. Sampled runs with a drafter that draws need that, as there the draft's length changes which random
+    numbers the target's tokens are drawn by.
 
     Args:
         rows: sequences in the batch.
