@@ -67,7 +67,7 @@ class SpeculativeLoop:
             self.seconds = dict.fromkeys(self.seconds, 0.0)  # the first token belongs to the prompt's forward
             self._run_ahead() if self._runs_ahead else self._run_steps()
         if policy is not None:
-            policy.finish()
+            policy.finish(max(sequences.generated))
         for name, seconds in self.seconds.items():
             setattr(self.statistics, f"{name}_seconds", seconds)
 
@@ -136,13 +136,17 @@ class SpeculativeLoop:
         sequences, drafter, policy, nodes = self.sequences, self.drafter, self.draft_length, MAX_NODES
         if drafter is None:
             return None
-        limits = sequences.limits
         if policy is not None:
             if drafter.watches and policy.watches:
                 if not self._drafter_has_begun:
                     self._begin()
-                if drafter.stirs():
-                    policy.wake()
+                if repeated := drafter.stirs():
+                    policy.wake(repeated)
+            if policy.rests():
+                self._spend("draft")
+                return None
+        limits = sequences.limits
+        if policy is not None:
             limits = policy.depths(limits, self._growing)
             if policy.has_confidence:  # `trim` cuts off more than that
                 nodes = min(nodes, policy.max_width(len(limits)))
@@ -169,9 +173,7 @@ class SpeculativeLoop:
             if sequences.processors_read_ids:
                 sequences.write(proposal.tokens)
         self._fed, counts = fed, None
-        has_ended = self._growing < len(fed)
-        if self.drafter is not None and (proposal is not None or has_ended) and target.packs:
-            # sequences that have ended take no token
+        if self.drafter is not None and target.packs and (proposal is not None or self._leaves_out_ended(len(fed))):
             drafts = [0] * len(fed) if proposal is None else proposal.counts.tolist()
             counts = [(1 + count) * sequences.unfinished(b) for b, count in zip(sequences.live, drafts)]
         first = [total - 1 for total in self._generated()]
@@ -245,7 +247,7 @@ class SpeculativeLoop:
             if following is not None:
                 following.select(going)
             if self.draft_length is not None:
-                self.draft_length.select(going)
+                self.draft_length.select(going, max(sequences.generated[b] for b in sequences.live))
             if self._drafter_has_begun and self.statistics.steps:
                 self.drafter.select(going)
         unread = 0 if following is not None and going else 1  # newest tokens that no forward has read
@@ -266,6 +268,14 @@ class SpeculativeLoop:
         # come
         pays = max(self.sequences.limits) >= MIN_TOKENS_TO_CAPTURE or not self.target.capture_seconds(len(going), 1)
         return len(going) <= rows // 2 and pays
+
+    def _leaves_out_ended(self, rows: int) -> bool:
+        """Whether sequences that have ended take no token of a plain step: where that needs no capture, or pays for one
+        as in `_others_leave`."""
+        if self._growing == rows:
+            return False
+        is_long = self._growing <= rows // 2 and max(self.sequences.limits) >= MIN_TOKENS_TO_CAPTURE
+        return is_long or not self.target.packed_capture_seconds(rows, self._growing)
 
     def _generated(self) -> list[int]:
         """Generated tokens of each live sequence."""

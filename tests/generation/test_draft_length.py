@@ -5,7 +5,14 @@ import random
 import pytest
 import torch
 
-from hf_efficient.generation.speculation.draft_length import INVESTED_SHARE, MAX_PAUSE, RETRY_FACTOR, DraftLengthPolicy
+from hf_efficient.generation.speculation.draft_length import (
+    INVESTED_SHARE,
+    MAX_PAUSE,
+    MOST_DEBT,
+    RETRY_FACTOR,
+    SURE_REPEAT,
+    DraftLengthPolicy,
+)
 from hf_efficient.generation.speculation.latency_model import FREE_CAPTURES, LatencyCurve, LatencyModel
 from hf_efficient.generation.speculation.proposal import Proposal
 
@@ -310,10 +317,13 @@ def test_in_a_batch_drafts_rest_until_the_drafter_stirs(cost):
         policy.finish()
     assert sum(verified[:100]) < 8 and sum(verified[100:]) < 8
     assert sum(made[100:]) < 16 and policy.watches and policy.statistics.pause_steps > 500
-    policy.wake()
+    policy.statistics.balance = -1.0
+    policy.wake(8)
+    assert policy.watches, "8 tokens that repeat are not enough where drafts have lost"
+    policy.wake(SURE_REPEAT)
     assert not policy.watches and policy.choose([100] * rows) == 4
     assert policy.trim(drafted(rows, 4, 0.1)) is None and policy.watches
-    policy.wake()
+    policy.wake(SURE_REPEAT)
     policy.choose([100] * rows)
     policy.update(drafted(rows, 4, 0.95), [4] * rows, [4] * rows, cost, forward(rows * 5))
     assert not policy.watches and policy.statistics.pause_steps == 0, "verified drafts end the pause"
@@ -341,7 +351,7 @@ def test_twenty_calls_of_chat_are_hardly_slower_than_plain(drafter):
         while done < 128:
             step += 1
             if stirs and step % stirs == 0 and policy.watches:
-                policy.wake()
+                policy.wake(8)
             proposal = drafted(rows, policy.choose([128 - int(done)] * rows), expected)
             proposal = proposal and policy.trim(proposal)
             width, accepted = proposal.width if proposal else 0, [0] * rows
@@ -355,3 +365,59 @@ def test_twenty_calls_of_chat_are_hardly_slower_than_plain(drafter):
             plain += (1 + sum(accepted) / rows) * forward(rows)
         policy.finish()
     assert plain / seconds > 0.99
+
+
+def twenty_calls(remembered, right, calls=20):
+    """Of calls of 128 tokens in a batch of eight with a free drafter that expects 0.7 of its tokens: seconds of plain
+    calls by those of the calls. right: chance of each sequence's tokens."""
+    rows, chance, seconds = len(right), random.Random(0), 0.0
+
+    def flat(tokens):
+        return 1.0 + 0.02 * tokens
+
+    for _ in range(calls):
+        policy, generated = DraftLengthPolicy(rows, 4, **remembered), [1] * rows
+        while min(generated) < 128:
+            left = [max(0, 127 - count) for count in generated]
+            if policy.watches:
+                policy.wake(8)
+            unfinished = sum(count < 128 for count in generated)
+            proposal = drafted(rows, policy.choose(left, unfinished), 0.7)
+            proposal = proposal and policy.trim(proposal)
+            width, accepted = proposal.width if proposal else 0, [0] * rows
+            for row in range(rows):
+                while accepted[row] < min(width, left[row]) and chance.random() < right[row]:
+                    accepted[row] += 1
+            spent = flat(rows * (width + 1))
+            policy.update(proposal, accepted, [width] * rows, 0.001, spent)
+            generated = [min(128, count + 1 + more) for count, more in zip(generated, accepted)]
+            seconds += spent
+        policy.finish(max(generated))
+    return calls * 127 * flat(rows) / seconds
+
+
+def test_what_a_batch_gains_is_what_its_last_sequence_gains():
+    """Of eight sequences one has no right drafts, so that the calls take as many steps as without. After the first call
+    it is known."""
+    remembered = Remembered()
+    assert twenty_calls(remembered, [0.0] + [0.8] * 7) > 0.99 and remembered["statistics"][8].balance < 0
+    assert twenty_calls(remembered, [0.0] + [0.8] * 7) > 0.996
+    assert twenty_calls(Remembered(), [0.8] * 8) > 1.5
+
+
+def test_a_text_that_repeats_itself_ends_a_long_rest():
+    remembered = Remembered()
+    twenty_calls(remembered, [0.0] * 8)
+    policy = DraftLengthPolicy(8, 4, **remembered)
+    policy.statistics.balance = -MOST_DEBT
+    policy.wake(SURE_REPEAT)
+    for right in (False, True):
+        for step in range(3):
+            proposal = drafted(8, policy.choose([100] * 8), 0.95)
+            proposal = proposal and policy.trim(proposal)
+            width = proposal.width if proposal else 0
+            assert bool(width) is (right or step == 0), "one trial, and more once it was right"
+            policy.update(proposal, [width * right] * 8, [width] * 8, 0.001, 1.0 + 0.02 * 8 * (width + 1))
+        assert (policy.statistics.balance >= 0) is right
+        policy.calibration = 1.0
+        policy.wake(SURE_REPEAT)

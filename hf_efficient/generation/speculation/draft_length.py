@@ -20,20 +20,32 @@ SLOWEST_ROW_SHARE = 0.3
 MIN_PAUSE, MAX_PAUSE = 8, 4096  # plain steps between two trials of a drafter that does not pay; doubled each time
 REST_STEPS_TIMED = 8  # while drafting rests, the forward of every so many steps is timed
 RETRY_FACTOR = 8  # after a trial in which every draft was accepted the next one comes this many times sooner
-# Captures must win back their seconds within the call. Exempt are the first ones of a model and those that take at most
-# this share of the seconds of all its forwards: later calls replay them. Reading prompts for trials takes no more
-# either.
-INVESTED_SHARE = 0.03
-LOST_SHARE = 0.004  # of all steps, that drafts may cost in the long run
+# Captures must win back their seconds within the call. Exempt are the first ones of a model, and those that take no
+# more than these shares of the seconds of all its forwards and of what its drafts have saved: later calls replay them.
+# Reading prompts for trials takes no more than the first share either.
+INVESTED_SHARE, SAVED_SHARE = 0.003, 0.05
+LOST_SHARE = 0.002  # of all steps, that drafts may cost in the long run
+MOST_DEBT = 12.0  # plain steps that are remembered as lost
+# Another text shows by so many plain steps that the drafts of one step save: then what was lost is forgotten. And by so
+# many tokens in a row that have come a second time.
+PROOF, SURE_REPEAT = 1.0, 20
 
 
 class DraftLengthPolicy:
     """Chooses step by step how deep to draft and how much of a proposal to verify: what gives most tokens a second.
 
     The latency model and the acceptance statistics outlive the call: a drafter that did not pay on as many sequences
-    continues its pause. With `timed=False` the choice depends on neither a clock nor earlier calls: a forward counts as
-    1, a drafted token as `draft_cost`. Sampled runs with a drafter that draws need that, as there the draft's length
-    changes which random numbers the target's tokens are drawn by.
+    continues its pause.
+
+    What drafts cost is bounded. In the long run they take 0.5 % of n steps: `LOST_SHARE` of n, and `INVESTED_SHARE` of
+    n for reading prompts. Beside that stand `CREDIT` plain steps, the first captures, and what a call loses before it
+    ends: during a call accepted tokens count by their mean over the sequences, and only at its end by how many steps
+    the longest sequence came sooner. A drafter that has lost more rests, but for trials after pauses that double, until
+    that is saved again, or until one step of a trial saves `PROOF`.
+
+    With `timed=False` the choice depends on neither a clock nor earlier calls: a forward counts as 1, a drafted token
+    as `draft_cost`. Sampled runs with a drafter that draws need that, as there the draft's length changes which random
+    numbers the target's tokens are drawn by.
 
     Args:
         rows: sequences in the batch.
@@ -67,10 +79,11 @@ class DraftLengthPolicy:
         self.calibration = 1.0  # accepted tokens by those that the drafter's confidence predicted
         self.is_off = False  # no draft is made in this call
         self.has_drafted = False  # in this call
-        self._is_awake = False
+        self._is_awake = self._was_woken = False  # to draft in the next step, and to have done so in this one
         self.prompt_seconds = 0.0  # of reading the prompts, where the drafter did so before its first proposal
         self.chosen_depth, self.is_trial = 0, False  # of this step, and whether it only shows if drafts pay again
         self.predicted, self.mean_predicted = 0.0, 0.0  # accepted tokens predicted for this step, and a running mean
+        self._begin_account(1)
 
     @property
     def has_confidence(self) -> bool:
@@ -88,11 +101,21 @@ class DraftLengthPolicy:
         is_free = len(self.accepted) < WATCH_MIN_ROWS and self._is_cheap(1)
         return self.statistics.steps_to_trial > 1 and not is_free and not self.is_off
 
-    def wake(self) -> None:
-        """The next step drafts as deep as it can, and later ones if that pays; not where drafts have cost too much."""
-        if self.statistics.balance < 0:
+    def wake(self, repeated: int) -> None:
+        """The next step drafts as deep as it can, and later ones if that pays. repeated: how many tokens in a row have
+        come a second time; where drafts have cost too much, fewer than `SURE_REPEAT` are not enough."""
+        if self.statistics.balance < 0 and repeated < SURE_REPEAT:
             return
         self.statistics.steps_to_trial, self._is_awake = 0, True
+
+    def rests(self) -> bool:
+        """Whether the next step drafts nothing, whatever its sequences can use: then nothing else is asked."""
+        statistics, rows = self.statistics, len(self.accepted)
+        if statistics.steps_to_trial <= 1 or (rows < WATCH_MIN_ROWS and self._is_cheap(self.depth)):
+            return False
+        statistics.steps_to_trial -= 1
+        self.chosen_depth, self.predicted, self.is_trial = 0, 0.0, False
+        return True
 
     def depths(self, limits: list[int], unfinished: int | None = None) -> list[int]:
         """How deep to draft now for each sequence, with the arguments of `choose`."""
@@ -113,18 +136,15 @@ class DraftLengthPolicy:
     def _choose(self, limits: list[int]) -> int:
         rows, deepest, statistics = len(limits), min(self.depth, max(limits)), self.statistics
         self.tokens_left = max(limits) + 1
-        self.predicted, self.is_trial = 0.0, False
+        self.predicted, self.is_trial, self._was_woken = 0.0, False, False
         if deepest == 0 or (self.timed and not self.forward_seconds.largest):
             return 0  # the first step measures a plain forward
-        is_cheap = self._is_cheap(deepest)
-        if statistics.steps_to_trial > 1:
-            statistics.steps_to_trial -= 1
-            if not is_cheap or rows >= WATCH_MIN_ROWS:
-                return 0
-        if self.is_off:
+        if self.rests() or self.is_off:
             return 0
-        if (is_cheap or self._is_awake) and statistics.balance >= 0:
-            self._is_awake = False
+        if statistics.steps_to_trial > 1:  # a cheap drafter's pause goes on
+            statistics.steps_to_trial -= 1
+        self._was_woken, self._is_awake = self._is_awake, False
+        if self._was_woken or (self._is_cheap(deepest) and statistics.balance >= 0):
             return deepest
         if statistics.steps_to_trial:
             decay = IDLE_DECAY ** min(statistics.pause_steps, MAX_IDLE_STEPS)
@@ -164,9 +184,10 @@ class DraftLengthPolicy:
         depth of its deepest draft. is_steady: False where such steps will take less time from now on, as this one
         captured its forward. tokens: that its forward computed; None for those of a padded one."""
         width, statistics = 0 if proposal is None else proposal.width, self.statistics
+        self._steps += 1
         is_at_rest = not width and not self.chosen_depth and statistics.steps_to_trial > 1
         if self.timed and is_at_rest and statistics.steps_to_trial % REST_STEPS_TIMED:
-            statistics.balance = min(CREDIT, statistics.balance + LOST_SHARE)
+            self._set_balance(statistics.balance + LOST_SHARE)
             return
         if self.timed:
             tokens = self._tokens(len(accepted), width) if tokens is None else tokens
@@ -203,11 +224,25 @@ class DraftLengthPolicy:
         statistics, plain = self.statistics, self.forward_seconds.at(self._tokens(len(self.accepted), 0))
         change = LOST_SHARE
         if self.chosen_depth and plain:
-            change += accepted / self.unfinished * (1 - SLOWEST_ROW_SHARE * (1 - 1 / self.unfinished))
+            believed = accepted / self.unfinished * (1 - SLOWEST_ROW_SHARE * (1 - 1 / self.unfinished))
             spent = statistics.draft_seconds.at(self.chosen_depth) + self.forward_seconds.at(tokens)
-            change -= max(0.0, spent / plain - 1)
-        before, statistics.balance = statistics.balance, min(CREDIT, max(-1.0, statistics.balance + change))
+            extra = max(0.0, spent / plain - 1)
+            self._extra += extra
+            change += believed - extra
+            self.latency.capture_budget += SAVED_SHARE * max(0.0, change) * plain
+        before = statistics.balance
+        self._set_balance(before + change)
+        if change >= PROOF:
+            self._balance_before, statistics.balance = max(self._balance_before, 0.0), max(statistics.balance, 0.0)
         return before < 0 <= statistics.balance
+
+    def _set_balance(self, balance: float) -> None:
+        self.statistics.balance = min(CREDIT, max(-MOST_DEBT, balance))
+
+    def _begin_account(self, generated: int) -> None:
+        """Of a batch of this size. generated: tokens of its longest sequence."""
+        self._generated_before, self._balance_before = generated, self.statistics.balance
+        self._steps, self._extra = 0, 0.0  # steps from now on, and plain steps that drafts have cost in them
 
     def _add_forward(self, tokens: int, width: int, seconds: float, is_steady: bool) -> None:
         latency = self.latency
@@ -219,21 +254,28 @@ class DraftLengthPolicy:
         elif width:
             latency.capture_budget -= max(0.0, seconds - self.forward_seconds.at(tokens))
 
-    def finish(self) -> None:
-        """After the last step of a batch of this size: stores the acceptance for the next call."""
+    def finish(self, generated: int | None = None) -> None:
+        """After the last step of a batch of this size: stores for the next call the acceptance, and what drafts saved.
+
+        generated: tokens of the longest sequence in this call; None where that is not known.
+        """
+        if generated is not None and self.timed and self.has_drafted:
+            saved = generated - self._generated_before - self._steps - self._extra
+            self._set_balance(self._balance_before + saved + LOST_SHARE * self._steps)
         statistics, plain = self.statistics, self.forward_seconds.at(len(self.accepted))
         statistics.acceptance = self._acceptance()
         if statistics.steps_to_trial and self.has_drafted and plain:  # the next trial reads the prompts, too
             steps = round(statistics.prompt_seconds / (INVESTED_SHARE * plain))
             statistics.steps_to_trial = max(statistics.steps_to_trial, steps)
 
-    def select(self, rows: list[int]) -> None:
-        """Only these sequences (indices into those so far) go on."""
-        self.finish()
+    def select(self, rows: list[int], generated: int | None = None) -> None:
+        """Only these sequences (indices into those so far) go on. generated: tokens of the longest of them."""
+        self.finish(generated)
         self.accepted, self.proposed = ([counts[row] for row in rows] for counts in (self.accepted, self.proposed))
         has_confidence = self.has_confidence
         self.statistics = self._by_rows.setdefault(len(rows), AcceptanceStatistics())
         self.statistics.has_confidence = has_confidence
+        self._begin_account(generated or 1)
 
     def max_width(self, rows: int) -> int:
         """The most drafts a sequence to try: they at most double the tokens of the largest forward measured."""
@@ -262,9 +304,9 @@ class DraftLengthPolicy:
 
     def _or_trial(self, best: int) -> int:
         """`best`, or where that is 0 what a trial drafts, 1, and 0 while drafting rests. A drafter that has cost too
-        much rests, whatever it promises."""
+        much rests, whatever it promises, unless it was woken."""
         has_lost = self.statistics.balance < 0
-        if (best and not has_lost) or self.is_trial:
+        if (best and (self._was_woken or not has_lost)) or self.is_trial:
             self.is_trial = not best or has_lost
             return best or 1
         statistics = self.statistics

@@ -112,8 +112,8 @@ class PackedLengthPolicy(DraftLengthPolicy):
             self.right = np.where(drafted, DRAFT_DECAY * self.right + accepted, self.right)
             self.promised = np.where(drafted, DRAFT_DECAY * self.promised + self._promised_now, self.promised)
 
-    def select(self, rows: list[int]) -> None:
-        super().select(rows)
+    def select(self, rows: list[int], generated: int | None = None) -> None:
+        super().select(rows, generated)
         self.right, self.promised, self.pace = (each[rows] for each in (self.right, self.promised, self.pace))
         self.limits = [self.limits[row] for row in rows]
 
