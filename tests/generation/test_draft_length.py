@@ -115,6 +115,34 @@ def test_seconds_between_and_beyond_what_was_measured():
     assert seconds.at(5) == 3.2, "a smaller size takes no longer than a larger one"
 
 
+def test_a_single_measurement_may_hold_a_capture():
+    """Before, a drafter whose first deep draft was captured drafted one token from then on."""
+    seconds = LatencyCurve()
+    seconds.add(3, 40.0)
+    assert seconds.at(3) == seconds.at(1) == 40.0
+    seconds.add(1, 1.0)
+    assert seconds.at(3) == 3.0, "three drafts of one token take no more"
+    seconds.add(3, 1.5)
+    assert seconds.at(3) == 1.5 and seconds.at(2) == 1.25
+    seconds.add(5, 9.0)
+    assert seconds.at(5) == 2.5
+    seconds.add(5, 9.0)
+    assert seconds.at(5) == 9.0
+
+
+@pytest.mark.parametrize("confidence", [0.01, 0.9])
+def test_of_one_sequence_an_unsure_draft_is_no_pause(confidence):
+    policy = DraftLengthPolicy(1, 4, **Remembered())
+    policy.update(None, [0], [0], 0, 1.0)
+    for width in (4, 4, 4):
+        policy.choose([50])
+        policy.update(drafted(1, width, 0.9), [width], [width], 0.1, 1.1)
+    policy.choose([50])
+    assert (policy.trim(drafted(1, 4, confidence)) is None) == (confidence < 0.5)
+    policy.update(None, [0], [0], 0.1, 1.0)
+    assert policy.choose([50]) > 0
+
+
 def test_padding_of_a_forward_is_used():
     """Of a draft whose tokens add less and less, as many are verified as fit, and forwards are timed by what they
     compute."""

@@ -298,7 +298,7 @@ class DraftLengthPolicy:
             rate = (self.unfinished + total) / (self._step_seconds(rows, width, total, is_drafted) - sunk)
             if rate > best_rate:
                 best, best_rate = width, rate
-        if is_drafted and not best and not self.is_trial and self.statistics.balance >= 0:
+        if is_drafted and not best and rows < WATCH_MIN_ROWS and not self.is_trial and self.statistics.balance >= 0:
             return 0  # these tokens are not worth it, the next ones may be
         return self._or_trial(best)
 

@@ -17,14 +17,11 @@ class LatencyCurve:
 
     The value at a measured size is the lower quartile of its last 7 measurements, as other work on the machine only
     adds time, and at most the value of any larger size. Between two sizes it is linear. Beyond the largest size it is
-    constant: an optimistic guess, so that larger sizes are tried.
-
-    Args:
-        least: measurements from which on a size counts. One alone may hold a capture, and would never be tried again.
+    constant: an optimistic guess, so that larger sizes are tried. A single measurement may hold a capture: it counts at
+    most as many times the value of the size before as it is larger, so that it is tried again.
     """
 
-    def __init__(self, least: int = 1):
-        self._least = least
+    def __init__(self):
         self._measured: dict[int, deque] = defaultdict(lambda: deque(maxlen=_WINDOW))
         self._sizes: list[int] = []
         self._quartiles: dict[int, float] = {}
@@ -32,20 +29,22 @@ class LatencyCurve:
 
     def add(self, size: int, seconds: float) -> None:
         measured = self._measured[size]
-        measured.append(seconds)
-        if len(measured) < self._least:
-            return
-        if size not in self._quartiles:
+        if not measured:
             insort(self._sizes, size)
+        measured.append(seconds)
         quartile = sorted(measured)[(len(measured) - 1) // 4]
-        if self._quartiles.get(size) != quartile:
+        if self._quartiles.get(size) != quartile or len(measured) == 2:
             self._quartiles[size] = quartile
-            quartiles = [self._quartiles[each] for each in reversed(self._sizes)]
-            self._values = list(accumulate(quartiles, min))[::-1]
+            found = []
+            for before, each in zip([None, *self._sizes], self._sizes):
+                is_alone = before is not None and len(self._measured[each]) == 1
+                most = found[-1] * each / before if is_alone else float("inf")
+                found.append(min(self._quartiles[each], most))
+            self._values = list(accumulate(reversed(found), min))[::-1]
 
     @property
     def largest(self) -> int:
-        """The largest size that counts, 0 for none."""
+        """The largest size measured, 0 for none."""
         return self._sizes[-1] if self._sizes else 0
 
     def at(self, size: int) -> float:
@@ -74,7 +73,7 @@ class AcceptanceStatistics:
         to `CREDIT`, so that old gains do not pay for new losses.
     """
 
-    draft_seconds: LatencyCurve = field(default_factory=lambda: LatencyCurve(least=2))
+    draft_seconds: LatencyCurve = field(default_factory=LatencyCurve)
     prompt_seconds: float = 0.0
     acceptance: float = PRIOR_ACCEPTANCE
     has_confidence: bool = False
