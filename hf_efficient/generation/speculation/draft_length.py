@@ -179,10 +179,14 @@ class DraftLengthPolicy:
         verify_seconds: float,
         is_steady: bool = True,
         tokens: int | None = None,
+        is_draft_steady: bool = True,
     ) -> None:
-        """Learns from a step in which `proposal` was verified. accepted, depths: of each sequence, tokens accepted and
-        depth of its deepest draft. is_steady: False where such steps will take less time from now on, as this one
-        captured its forward. tokens: that its forward computed; None for those of a padded one."""
+        """Learns from a step in which `proposal` was verified.
+
+        accepted, depths: of each sequence, tokens accepted and depth of its deepest draft. tokens: that its forward
+        computed; None for those of a padded one. is_steady, is_draft_steady: False where such forwards or drafts will
+        take less time from now on, as something was captured.
+        """
         width, statistics = 0 if proposal is None else proposal.width, self.statistics
         self._steps += 1
         is_at_rest = not width and not self.chosen_depth and statistics.steps_to_trial > 1
@@ -195,15 +199,16 @@ class DraftLengthPolicy:
         if self.predicted:
             self.mean_predicted = DRAFT_DECAY * self.mean_predicted + (1 - DRAFT_DECAY) * self.predicted
         curve = statistics.draft_seconds
-        if self.chosen_depth and not self.has_drafted:  # drafters may read the prompts in their first proposal
-            self.has_drafted = True
+        is_first, self.has_drafted = not self.has_drafted, self.has_drafted or self.chosen_depth > 0
+        if self.chosen_depth and is_first and is_draft_steady:  # drafters may read the prompts in their first proposal
             statistics.prompt_seconds = self.prompt_seconds + max(0.0, draft_seconds - curve.at(self.chosen_depth))
             if curve.largest:
                 draft_seconds = curve.at(self.chosen_depth)
         has_recovered = self.timed and self._settle(sum(accepted), tokens)
         if not width:
             return
-        curve.add(max(depths), draft_seconds)
+        if is_draft_steady:
+            curve.add(max(depths), draft_seconds)
         for row, (hits, depth) in enumerate(zip(accepted, depths)):
             decay = DRAFT_DECAY if depth else IDLE_DECAY
             self.accepted[row] = decay * self.accepted[row] + hits
@@ -264,7 +269,8 @@ class DraftLengthPolicy:
             self._set_balance(self._balance_before + saved + LOST_SHARE * self._steps)
         statistics, plain = self.statistics, self.forward_seconds.at(len(self.accepted))
         statistics.acceptance = self._acceptance()
-        if statistics.steps_to_trial and self.has_drafted and plain:  # the next trial reads the prompts, too
+        does_not_pay = statistics.balance < 0 or statistics.pause_steps > MIN_PAUSE  # more than one draft, lately
+        if statistics.steps_to_trial and does_not_pay and self.has_drafted and plain:  # a trial reads the prompts, too
             steps = round(statistics.prompt_seconds / (INVESTED_SHARE * plain))
             statistics.steps_to_trial = max(statistics.steps_to_trial, steps)
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_efficient.calibration.blocks import first_tensor
 from hf_efficient.generation.drafters.draft_heads import DraftHeads
 from hf_efficient.generation.model_traits import decoder_layers
 from hf_efficient.generation.training.rows import Row
@@ -31,10 +30,14 @@ def computed(model, tokens: torch.Tensor) -> torch.Tensor:
     (1 + layers)] of tokens int64 [rows, length], which may be padded on the right: no token sees a later one."""
     _, layers = decoder_layers(model)
     outputs = {}
-    handles = [
-        layers[i].register_forward_hook(lambda _, __, output, i=i: outputs.update({i: first_tensor(output)}))
-        for i in DraftHeads.layers_read(len(layers))
-    ]
+
+    def keep(index: int):
+        def hook(module, inputs, output):
+            outputs[index] = output[0] if isinstance(output, tuple) else output
+
+        return layers[index].register_forward_hook(hook)
+
+    handles = [keep(i) for i in DraftHeads.layers_read(len(layers))]
     try:
         last = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
     finally:

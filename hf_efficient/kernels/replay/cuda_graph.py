@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 import torch
 from torch.utils._pytree import tree_leaves
 
+from hf_efficient.kernels.replay.capture_count import capture_made
 from hf_efficient.kernels.replay.host_reads import UnknownSizes
 
 
@@ -48,6 +49,7 @@ class GraphCapture:
     """
 
     def __init__(self, forward: Callable, memory: tuple[int, int]):
+        capture_made()
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.no_grad(), torch.cuda.stream(stream):
