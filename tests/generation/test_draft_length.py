@@ -13,7 +13,7 @@ from hf_efficient.generation.speculation.draft_length import (
     SURE_REPEAT,
     DraftLengthPolicy,
 )
-from hf_efficient.generation.speculation.latency_model import FREE_CAPTURES, LatencyCurve, LatencyModel
+from hf_efficient.generation.speculation.latency_model import CREDIT, FREE_CAPTURES, LatencyCurve, LatencyModel
 from hf_efficient.generation.speculation.proposal import Proposal
 
 
@@ -128,6 +128,15 @@ def test_a_single_measurement_may_hold_a_capture():
     assert seconds.at(5) == 2.5
     seconds.add(5, 9.0)
     assert seconds.at(5) == 9.0
+
+
+def test_drafts_that_captured_something_are_not_timed():
+    policy = DraftLengthPolicy(1, 4, **Remembered())
+    policy.update(None, [0], [0], 0, 1.0)
+    policy.choose([50])
+    policy.update(drafted(1, 4, 0.9), [4], [4], 40.0, 1.1, is_draft_steady=False)
+    assert policy.statistics.draft_seconds.largest == 0 and policy.statistics.prompt_seconds == 0
+    assert policy.statistics.balance == CREDIT and policy.choose([50]) == 4
 
 
 @pytest.mark.parametrize("confidence", [0.01, 0.9])

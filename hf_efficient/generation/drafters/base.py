@@ -6,7 +6,7 @@ import torch
 
 from hf_efficient.generation.sequences import Sequences
 from hf_efficient.generation.speculation.proposal import Proposal
-from hf_efficient.kernels.replay.capture_count import captures_made
+from hf_efficient.kernels.replay.cuda_graph import captures_made
 
 
 class Drafter(ABC):

@@ -6,13 +6,25 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 import torch
 from torch.utils._pytree import tree_leaves
 
-from hf_efficient.kernels.replay.capture_count import capture_made
 from hf_efficient.kernels.replay.host_reads import UnknownSizes
 
 
 def on_device(device: torch.device) -> AbstractContextManager:
     """Inside, `device` is the current CUDA device; nothing changes for another kind of device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+_captures = [0]
+
+
+def capture_made() -> None:
+    """Called by each capture, on a CPU, too."""
+    _captures[0] += 1
+
+
+def captures_made() -> int:
+    """How many captures this process has made: the seconds of a step with one say nothing of later steps."""
+    return _captures[0]
 
 
 def is_graph_capturing() -> bool:
