@@ -164,6 +164,7 @@ class SpeculativeLoop:
                 proposal = proposal.chain()
         if proposal is not None and policy is not None:
             proposal = policy.trim(proposal)
+        proposal = proposal and proposal.simplest()
         self._spend("draft")
         return proposal
 

@@ -47,6 +47,15 @@ class Proposal:
         counts = torch.tensor(counts, device=self.counts.device)
         return Proposal(shorter.tokens, counts, shorter.probabilities, shorter.parents, shorter.confidence)
 
+    def simplest(self) -> "Proposal":
+        """Itself, or the same without `parents` where no sequence's tokens branch: that is verified in less time."""
+        if self.parents is None:
+            return self
+        rows = zip(self.parents.tolist(), self.counts.tolist())
+        if any(parents[:count] != list(range(-1, count - 1)) for parents, count in rows):
+            return self
+        return Proposal(self.tokens, self.counts, self.probabilities, None, self.confidence)
+
     def chain(self) -> "Proposal":
         """The path of a tree that takes the first child everywhere, as one continuation a sequence."""
         if self.parents is None:
