@@ -21,7 +21,8 @@ def learning() -> str:
     """The table of benchmarks/learning.py."""
     found = load("learning")
     rows = []
-    for name, goal in LEARNING_GOALS.items():
+    named = ((name + end, goal) for name, goal in LEARNING_GOALS.items() for end in ("", ", cuda"))
+    for name, goal in named:
         if name not in found:
             continue
         row = found[name]
@@ -30,6 +31,9 @@ def learning() -> str:
         cells.insert(2, str(goal))
         share, minutes = row["arguments"]["text_share"], f"{row['cpu_seconds'] / 60:.0f}"
         gpu = f"{row['floating_point_operations'] / GPU_RATE:.1f}"
+        device = row["environment"]["hardware"]["gpu"]
+        if device is not None:
+            name, minutes = name.removesuffix(", cuda"), f"{minutes}, {device}"
         rows.append([name, f"{share:g}", str(row["tokens"]), minutes, gpu, *cells])
     dense = next(iter(found.values()))
     whole = [f"{dense[text]['perplexity_dense']:.2f}" for text in ("wikipedia", "news")]
