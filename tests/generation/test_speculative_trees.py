@@ -113,6 +113,14 @@ def test_a_seed_gives_the_same_text_whatever_is_drafted(llama):
     assert not torch.equal(target.generate(**options, draft_model=Tree(plain)), texts[0])
 
 
+def test_a_tree_that_does_not_branch_is_a_chain():
+    tokens, counts = torch.arange(6).view(2, 3), torch.tensor([3, 1])
+    straight = Proposal(tokens, counts, None, torch.tensor([[-1, 0, 1], [-1, -1, -1]]), torch.ones(2, 3))
+    assert straight.simplest().parents is None and straight.simplest().confidence is straight.confidence
+    branched = Proposal(tokens, torch.tensor([3, 2]), None, straight.parents)
+    assert branched.simplest() is branched
+
+
 def test_ancestors():
     parents = torch.tensor([[-1, -1, 0, 2, 1]])
     assert ancestors(parents)[0].long().tolist() == [
