@@ -15,9 +15,10 @@ model as teacher.
 Minutes are CPU minutes of this process, so that a machine that does other things gives the same training: 60 minutes of
 two cores are 120. They are those of the call, with the teacher's forwards, the measuring of held-out text and the
 packing. With --checkpoints an interrupted row goes on, and its minutes count from its beginning (with --steps: from
-the interruption). The model that a row made stays in its folder there. With --device the models train and are measured
-there; such rows are named for it, and take --steps. "FLOPs" counts six times the linear parameters a token for the
-student and two for the teacher. Rows named "loss: ..." compare losses at equal minutes.
+the interruption). The model that a row made stays in its folder there. With --device the models train and
+are measured there; such rows are named for it. Their minutes, too, are those that this process computes or waits for.
+"FLOPs" counts six times the linear parameters a token for the student and two for the teacher. Rows named "loss: ..."
+compare losses at equal minutes.
 """
 
 import json
@@ -108,7 +109,8 @@ def started(name: str, calibration: torch.Tensor, folder: Path, device=None):
 def scores_of(model, name: str, scored: dict, folder: Path | None) -> dict[str, torch.Tensor]:
     """`score`, kept in `folder` where there is one, for these texts."""
     texts = "-".join(digests(scored).values())
-    path = folder and folder / f"{name.replace(' ', '-').replace(':', 'of')}.{texts}.scores.safetensors"
+    kind = "" if model.device.type == "cpu" else f".{model.device.type}"
+    path = folder and folder / f"{name.replace(' ', '-').replace(':', 'of')}.{texts}{kind}.scores.safetensors"
     if path is not None and path.is_file():
         return load_file(path)
     found = score(model, scored)
@@ -141,7 +143,7 @@ def measure(
     result |= {**done, "wall_seconds": time.perf_counter() - began, "cpu_seconds": spent}
     if budget["checkpoint_dir"] is not None:
         model.save_pretrained(Path(budget["checkpoint_dir"]) / "model")
-    result["peak_memory_bytes"] = memory.peak_memory_bytes(torch.device("cpu"))
+    result["peak_memory_bytes"] = memory.peak_memory_bytes(teacher.device)
     result["floating_point_operations"] = operations(model, teacher, done["tokens"])
     for text, after in score(model, scored).items():
         difference, error = perplexity.paired_difference(after, dense[text])

@@ -168,6 +168,7 @@ def _draft_length(request: GenerationRequest, target: RaggedModel) -> DraftLengt
         draft_cost=drafter.relative_cost,
         padded=target.padded,
         capture_seconds=target.capture_seconds,
+        captures_so_far=target.captures_so_far,
         target=target,
     )
 

@@ -52,7 +52,6 @@ class SpeculativeLoop:
         self.seconds = dict.fromkeys(("draft", "verify", "host"), 0.0)
         self._since = perf_counter()
         self._drafter_has_begun = False
-        self._drafts_steadily = True  # its last proposal captured nothing
         self._growing = sequences.batch_size  # sequences that have not ended
         self._streamed = 0  # generated tokens of each sequence that the streamer has
 
@@ -128,12 +127,10 @@ class SpeculativeLoop:
         self._streamed = max(self._streamed, end)
 
     def _begin(self, hidden: torch.Tensor | None = None) -> None:
-        captures = self.drafter.captures
         self.drafter.begin(self.sequences, hidden)
         self._drafter_has_begun = True
         if self.draft_length is not None:
-            seconds = self._spend("draft")
-            self.draft_length.prompt_seconds = seconds if self.drafter.captures == captures else 0.0
+            self.draft_length.prompt_seconds = self._spend("draft")
 
     def _propose(self) -> Proposal | None:
         sequences, drafter, policy, nodes = self.sequences, self.drafter, self.draft_length, MAX_NODES
@@ -155,9 +152,7 @@ class SpeculativeLoop:
                 nodes = min(nodes, policy.max_width(len(limits)))
         if any(limits) and not self._drafter_has_begun:
             self._begin()
-        captures = drafter.captures
         proposal = drafter.propose(limits, nodes) if any(limits) else None
-        self._drafts_steadily = drafter.captures == captures
         if proposal is not None and proposal.parents is not None:
             # processors that read ids need those before every node in one sequence, so they take one path only
             if sequences.processors_read_ids or not self.target.takes_trees:
@@ -235,8 +230,7 @@ class SpeculativeLoop:
                 self.statistics.add(b, drafted[row], depths[row], accepted[row])
         if self.draft_length is not None:
             target, seconds = self.target, (self._draft_seconds, verify_seconds)
-            of_target = target.is_steady, target.computed
-            self.draft_length.update(proposal, accepted, depths, *seconds, *of_target, self._drafts_steadily)
+            self.draft_length.update(proposal, accepted, depths, *seconds, target.is_steady, target.computed)
 
     def _select(self, following: ArrivingTokens | None = None) -> bool:
         """Lets finished sequences leave and rewinds the cache to what is accepted. Returns whether any goes on.

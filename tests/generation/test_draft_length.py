@@ -131,12 +131,40 @@ def test_a_single_measurement_may_hold_a_capture():
 
 
 def test_drafts_that_captured_something_are_not_timed():
+    captures = [0]
+    policy = DraftLengthPolicy(1, 4, **Remembered(), captures_so_far=lambda: captures[0])
+    policy.update(None, [0], [0], 0, 1.0)
+    policy.choose([50])
+    captures[0] += 1
+    policy.update(policy.trim(drafted(1, 4, 0.9)), [4], [4], 40.0, 1.1)
+    assert policy.statistics.draft_seconds.largest == 0 and policy.statistics.prompt_seconds == 0
+    assert policy.statistics.balance == CREDIT and policy.choose([50]) == 4
+
+
+def test_unsure_drafts_that_are_never_verified_are_paid_for():
+    """Also where wider forwards have been measured before."""
+    remembered, drafts = Remembered(), 0
+    for tokens in (1, 4, 8):
+        remembered["latency"].forward_seconds.add(tokens, forward(tokens))
+    for _ in range(20):
+        policy = DraftLengthPolicy(1, 4, **remembered)
+        for step in range(100):
+            proposal = drafted(1, policy.choose([100 - step]), 1e-6)
+            proposal = proposal and policy.trim(proposal)
+            width, drafting = proposal.width if proposal else 0, policy.chosen_depth > 0
+            drafts += drafting
+            policy.update(proposal, [0], [width], 0.5 * drafting, forward(width + 1))
+        policy.finish()
+    assert drafts < 60
+
+
+def test_a_proposal_without_tokens_has_no_depth():
     policy = DraftLengthPolicy(1, 4, **Remembered())
     policy.update(None, [0], [0], 0, 1.0)
     policy.choose([50])
-    policy.update(drafted(1, 4, 0.9), [4], [4], 40.0, 1.1, is_draft_steady=False)
-    assert policy.statistics.draft_seconds.largest == 0 and policy.statistics.prompt_seconds == 0
-    assert policy.statistics.balance == CREDIT and policy.choose([50]) == 4
+    for depth in (0, 2, 0, 3):
+        policy.update(drafted(1, 2, 0.9), [0], [depth], 0.1, 1.1)
+    assert policy.statistics.draft_seconds.at(3) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("confidence", [0.01, 0.9])

@@ -1,6 +1,7 @@
 """Training of draft heads, from the text that the model writes to the saved heads."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from safetensors.torch import load_file
 from hf_efficient import DraftHeads, Speculation, enable_speculation, train_draft
 from hf_efficient.cli import main
 from hf_efficient.generation import model_state
-from hf_efficient.generation.training import text
+from hf_efficient.generation.training import target_states, text
+from hf_efficient.generation.training.distill import batch_rows
 from hf_efficient.generation.training.prompts import default_prompts
 from hf_efficient.generation.training.rows import Row, load_rows, split_rows
-from hf_efficient.generation.training.target_states import hidden_of
+from hf_efficient.generation.training.target_states import are_kept, hidden_of
 from hf_efficient.generation.training.text import own_prompts
 from hf_efficient.generation.training.train_draft import HELD_OUT, KINDS
 
@@ -95,6 +97,26 @@ def test_heads_learn_without_kept_states(kind, target, tmp_path, monkeypatch):
     heads = train_draft(*target, tmp_path / "heads", kind=kind, **SMALL)
     assert all(0 <= sum(depth) <= 1 for depth in heads.accuracies)
     assert all(parameter.isfinite().all() for parameter in heads.parameters())
+
+
+def test_states_are_kept_where_they_cannot_be_computed_again(target, monkeypatch):
+    """A model whose prompts see ahead has other states with the answer behind them."""
+    assert are_kept(target[0])
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(target_states, "sees_ahead", lambda model: False)
+    monkeypatch.setattr(target_states, "first_position", lambda model: 0)
+    assert not are_kept(on_gpu)
+    monkeypatch.setattr(target_states, "first_position", lambda model: 1)
+    assert are_kept(on_gpu)
+    monkeypatch.setattr(target_states, "sees_ahead", lambda model: True)
+    with pytest.raises(ValueError, match="text without hidden states"):
+        hidden_of(target[0], [Row(torch.arange(4), None, 2)])
+
+
+def test_a_step_has_more_answers_where_there_are_many_on_an_accelerator():
+    gpu, cpu = (SimpleNamespace(device=torch.device(kind)) for kind in ("cuda", "cpu"))
+    assert [batch_rows(gpu, answers) for answers in (10, 1_140, 24_000, 10**6)] == [8, 8, 93, 128]
+    assert batch_rows(cpu, 10**6) == 8
 
 
 @pytest.mark.gpu

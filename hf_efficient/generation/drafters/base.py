@@ -6,7 +6,6 @@ import torch
 
 from hf_efficient.generation.sequences import Sequences
 from hf_efficient.generation.speculation.proposal import Proposal
-from hf_efficient.kernels.replay.cuda_graph import captures_made
 
 
 class Drafter(ABC):
@@ -42,11 +41,6 @@ class Drafter(ABC):
     def hidden_layers(self) -> tuple[int, ...] | None:
         """The decoder layers whose hidden states it reads besides those of the output head; None when it reads none."""
         return self.reads_layers if self.reads_hidden else None
-
-    @property
-    def captures(self) -> int:
-        """How many captures were made so far, by it or by others."""
-        return captures_made()
 
     @property
     def remembered_by(self):

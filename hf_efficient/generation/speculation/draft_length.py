@@ -55,6 +55,7 @@ class DraftLengthPolicy:
         draft_cost: seconds of drafting one token by those of a forward, for `timed=False`.
         padded: how many positions a forward of so many sequences and positions computes.
         capture_seconds: seconds of capturing the next forward of so many sequences and positions, 0.0 if it needs none.
+        captures_so_far: how many captures the process has made so far.
     """
 
     def __init__(
@@ -67,9 +68,10 @@ class DraftLengthPolicy:
         draft_cost: float = 0.0,
         padded: Callable[[int, int], int] = lambda rows, columns: columns,
         capture_seconds: Callable[[int, int], float] = lambda rows, columns: 0.0,
+        captures_so_far: Callable[[], int] = lambda: 0,
     ):
         self.depth, self.timed, self.draft_cost = depth, timed, draft_cost
-        self.padded, self.capture_seconds = padded, capture_seconds
+        self.padded, self.capture_seconds, self.captures_so_far = padded, capture_seconds, captures_so_far
         self.latency = latency if timed and latency is not None else LatencyModel()
         self.forward_seconds = self.latency.forward_seconds
         self._by_rows = statistics if timed and statistics is not None else {}
@@ -81,6 +83,7 @@ class DraftLengthPolicy:
         self.has_drafted = False  # in this call
         self._is_awake = self._was_woken = False  # to draft in the next step, and to have done so in this one
         self.prompt_seconds = 0.0  # of reading the prompts, where the drafter did so before its first proposal
+        self._captures, self._is_draft_steady = 0, True  # before the proposal, and whether there were none for it
         self.chosen_depth, self.is_trial = 0, False  # of this step, and whether it only shows if drafts pay again
         self.predicted, self.mean_predicted = 0.0, 0.0  # accepted tokens predicted for this step, and a running mean
         self._begin_account(1)
@@ -128,6 +131,7 @@ class DraftLengthPolicy:
         limits: drafts that each sequence can still use. unfinished: sequences that have not ended, of which one that
             lacks a single token has the limit 0; None for those with a limit above 0.
         """
+        self._captures, self._is_draft_steady = self.captures_so_far(), True
         growing = sum(limit > 0 for limit in limits)
         self.unfinished = max(1, growing if unfinished is None else unfinished)
         self.chosen_depth = self._choose(limits)
@@ -161,14 +165,19 @@ class DraftLengthPolicy:
 
     def trim(self, proposal: Proposal) -> Proposal | None:
         """As much of the proposal as pays; None for a plain step."""
-        # trimming drawn tokens by their confidence would change the distribution of what is drawn
-        self.statistics.has_confidence = proposal.confidence is not None and proposal.probabilities is None
+        self._see(proposal)
         if not self.has_confidence:
             return proposal
         rows = len(proposal.counts)
         gains = [gain * self.calibration for gain in _predicted_gains(proposal)[: self.max_width(rows)]]
         width = self._best_width(rows, gains, is_drafted=True)
         return proposal.truncated(width) if width else None
+
+    def _see(self, proposal: Proposal) -> None:
+        """Notes what kind of proposals these are, and whether something was captured for this one."""
+        # trimming drawn tokens by their confidence would change the distribution of what is drawn
+        self.statistics.has_confidence = proposal.confidence is not None and proposal.probabilities is None
+        self._is_draft_steady = self.captures_so_far() == self._captures
 
     def update(
         self,
@@ -179,14 +188,11 @@ class DraftLengthPolicy:
         verify_seconds: float,
         is_steady: bool = True,
         tokens: int | None = None,
-        is_draft_steady: bool = True,
     ) -> None:
-        """Learns from a step in which `proposal` was verified.
-
-        accepted, depths: of each sequence, tokens accepted and depth of its deepest draft. tokens: that its forward
-        computed; None for those of a padded one. is_steady, is_draft_steady: False where such forwards or drafts will
-        take less time from now on, as something was captured.
-        """
+        """Learns from a step in which `proposal` was verified. accepted, depths: of each sequence, tokens accepted and
+        depth of its deepest draft. is_steady: False where such steps will take less time from now on, as this one
+        captured its forward. tokens: that its forward computed; None for those of a padded one. Where something was
+        captured for the proposal, its seconds are left out."""
         width, statistics = 0 if proposal is None else proposal.width, self.statistics
         self._steps += 1
         is_at_rest = not width and not self.chosen_depth and statistics.steps_to_trial > 1
@@ -200,15 +206,18 @@ class DraftLengthPolicy:
             self.mean_predicted = DRAFT_DECAY * self.mean_predicted + (1 - DRAFT_DECAY) * self.predicted
         curve = statistics.draft_seconds
         is_first, self.has_drafted = not self.has_drafted, self.has_drafted or self.chosen_depth > 0
-        if self.chosen_depth and is_first and is_draft_steady:  # drafters may read the prompts in their first proposal
+        if (
+            self.chosen_depth and is_first and self._is_draft_steady
+        ):  # drafters may read the prompts in their first proposal
             statistics.prompt_seconds = self.prompt_seconds + max(0.0, draft_seconds - curve.at(self.chosen_depth))
             if curve.largest:
                 draft_seconds = curve.at(self.chosen_depth)
+        deepest = max(depths) if width else self.chosen_depth  # without a width it was drafted, and not verified
+        if deepest and self._is_draft_steady:
+            curve.add(deepest, draft_seconds)
         has_recovered = self.timed and self._settle(sum(accepted), tokens)
         if not width:
             return
-        if is_draft_steady:
-            curve.add(max(depths), draft_seconds)
         for row, (hits, depth) in enumerate(zip(accepted, depths)):
             decay = DRAFT_DECAY if depth else IDLE_DECAY
             self.accepted[row] = decay * self.accepted[row] + hits
@@ -304,7 +313,7 @@ class DraftLengthPolicy:
             rate = (self.unfinished + total) / (self._step_seconds(rows, width, total, is_drafted) - sunk)
             if rate > best_rate:
                 best, best_rate = width, rate
-        if is_drafted and not best and rows < WATCH_MIN_ROWS and not self.is_trial and self.statistics.balance >= 0:
+        if is_drafted and not best and rows == 1 and not self.is_trial and self.statistics.balance >= 0:
             return 0  # these tokens are not worth it, the next ones may be
         return self._or_trial(best)
 

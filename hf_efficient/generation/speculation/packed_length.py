@@ -49,7 +49,7 @@ class PackedLengthPolicy(DraftLengthPolicy):
         return own if any(own) else depths
 
     def trim(self, proposal: Proposal) -> Proposal | None:
-        self.statistics.has_confidence = proposal.confidence is not None and proposal.probabilities is None
+        self._see(proposal)
         if not self.has_confidence:
             return proposal
         chances = proposal.confidence.numpy(force=True).astype(np.float64)

@@ -49,7 +49,7 @@ class Proposal:
 
     def simplest(self) -> "Proposal":
         """Itself, or the same without `parents` where no sequence's tokens branch: that is verified in less time."""
-        if self.parents is None:
+        if self.parents is None or self.parents.device.type != "cpu":  # where to look takes time
             return self
         rows = zip(self.parents.tolist(), self.counts.tolist())
         if any(parents[:count] != list(range(-1, count - 1)) for parents, count in rows):

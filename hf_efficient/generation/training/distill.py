@@ -20,13 +20,15 @@ WARMUP = 0.05  # share of the steps in which the learning rate rises
 RANKS = 10  # most probable guesses of a depth whose accuracies are measured
 TEMPERATURES = [0.6 * 1.15**i for i in range(12)]  # that are tried: 0.6 to 2.8
 BATCH_ROWS = 8  # answers a step
-ACCELERATOR_ROWS = 128  # there: fewer take as long, as the time goes into launches
+ACCELERATOR_ROWS = 128  # the most there: fewer take as long, as the time goes into launches
+LEAST_STEPS = 256  # of an epoch, where a step could have more answers than `BATCH_ROWS`
 CHECKPOINT_STEPS = 50  # between two checkpoints
 
 
-def batch_rows(model) -> int:
-    """Answers a step."""
-    return BATCH_ROWS if model.device.type == "cpu" else ACCELERATOR_ROWS
+def batch_rows(model, answers: int) -> int:
+    """Answers a step, of so many in all."""
+    most = BATCH_ROWS if model.device.type == "cpu" else ACCELERATOR_ROWS
+    return min(most, max(BATCH_ROWS, answers // LEAST_STEPS))
 
 
 def distill(
@@ -45,7 +47,8 @@ def distill(
     heads.float().requires_grad_(True).train()
     heads.bind(model)
     optimizers = _optimizers(heads, learning_rate)
-    run = {"steps": steps, "learning_rate": learning_rate, "seed": seed}
+    count = batch_rows(model, len(rows))
+    run = {"steps": steps, "rows": count, "learning_rate": learning_rate, "seed": seed}
     run |= {
         "kind": heads.kind,
         "shape": [*heads.shape.values(), heads.max_tokens, len(heads.draft_tokens)],
@@ -55,7 +58,7 @@ def distill(
     }
     run = json.dumps(run, sort_keys=True)
     done, losses = _resume(folder / f"{heads.kind}.safetensors", heads, optimizers, run)
-    order = _order([len(row.tokens) for row in rows], steps, batch_rows(model), seed)
+    order = _order([len(row.tokens) for row in rows], steps, count, seed)
     with logging.tqdm(total=steps, initial=done, desc="training", unit="step") as bar:
         for step in range(done, steps):
             warm = min(1.0, (step + 1) / max(1, WARMUP * steps))
@@ -78,7 +81,7 @@ def step_seconds(heads: DraftHeads, model, rows: list[Row]) -> float:
     for _ in range(2):
         start = time.perf_counter()
         for progress in (0.0, 0.75):
-            _step(heads, model, rows[: batch_rows(model)], optimizers, 0.0, heads.trained_depth(progress))
+            _step(heads, model, rows[: batch_rows(model, len(rows))], optimizers, 0.0, heads.trained_depth(progress))
         seconds = time.perf_counter() - start
     heads.zero_grad(set_to_none=True)
     return seconds / 2
@@ -99,8 +102,8 @@ def measure(heads: DraftHeads, model, rows: list[Row]) -> None:
     surprise = torch.zeros(heads.max_tokens, len(TEMPERATURES), dtype=torch.float64)
     counts = torch.zeros(heads.max_tokens, dtype=torch.float64)
     with torch.no_grad():
-        for start in range(0, len(rows), batch_rows(model)):
-            tokens, hidden, since = _batch(rows[start : start + batch_rows(model)], model)
+        for start in range(0, len(rows), BATCH_ROWS):
+            tokens, hidden, since = _batch(rows[start : start + BATCH_ROWS], model)
             hidden = hidden.to(model.dtype)
             truth = torch.full(hidden.shape[:2], -1, device=device)
             truth[since >= 0] = index[output(hidden[since >= 0][:, :size]).argmax(-1)]
@@ -201,7 +204,7 @@ def _resume(path: Path, heads, optimizers: list, run: str) -> tuple[int, list[fl
         metadata = file.metadata()
     if metadata["run"] != run:
         raise ValueError(
-            f"{path} holds another training (other text, target or arguments): delete it, or give another cache"
+            f"{path} holds another training (other text, target, device or arguments): delete it, or give another cache"
         )
     tensors = load_file(path)
     done = int(metadata["done"])

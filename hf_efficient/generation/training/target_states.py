@@ -5,20 +5,22 @@ from collections.abc import Sequence
 import torch
 
 from hf_efficient.generation.drafters.draft_heads import DraftHeads
-from hf_efficient.generation.model_traits import decoder_layers
+from hf_efficient.generation.model_traits import decoder_layers, first_position, sees_ahead
 from hf_efficient.generation.training.rows import Row
 
 
 def are_kept(model) -> bool:
     """Whether the text is saved with the hidden states that predicted it. An accelerator computes them again in less
-    time than a disk takes."""
-    return model.device.type == "cpu"
+    time than a disk takes, but not those of a model whose prompts see ahead."""
+    return model.device.type == "cpu" or sees_ahead(model) or first_position(model) != 0
 
 
 def hidden_of(model, rows: Sequence[Row]) -> list[torch.Tensor]:
     """`Row.hidden` of each of the rows, computed where it was not kept."""
     if all(row.hidden is not None for row in rows):
         return [row.hidden for row in rows]
+    if sees_ahead(model) or first_position(model) != 0:
+        raise ValueError("the cache holds text without hidden states, and this model's prompts see ahead: give another")
     tokens = torch.nn.utils.rnn.pad_sequence([row.tokens[:-1] for row in rows], batch_first=True)
     states = computed(model, tokens.to(model.device))
     return [states[i, : len(row.tokens) - 1] for i, row in enumerate(rows)]

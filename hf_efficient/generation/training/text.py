@@ -1,4 +1,5 @@
-"""The text that draft heads learn from: the target's answers to prompts, with the hidden state before every token."""
+"""The text that draft heads learn from: the target's answers to prompts, on a CPU with the hidden state before every
+token."""
 
 from pathlib import Path
 

@@ -23,8 +23,8 @@ template <int CHAINS, class F> static INLINE void for_terms(int64_t width, F bod
     if (k < width) body(k, width - k, 0);
 }
 
-// y[i][j] (strides ld) <- x[i] . w[j] + bias[j] for M rows of x and `count` of w, at most SUMS / M. What is read SUMS rows
-// later is on its way to the second level: the first has few buffers for lines that memory has not sent.
+// y[i][j] (strides ld) <- x[i] . w[j] + bias[j] for M rows of x and `count` of w, at most SUMS / M. What is read SUMS
+// rows later is on its way to the second level: the first has few buffers for lines that memory has not sent.
 template <int M>
 static INLINE void dense_tile(const uint16_t *x, const uint16_t *w, const uint16_t *bias, int64_t width, int64_t count,
                               uint16_t *y, int64_t ld) {
