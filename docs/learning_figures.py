@@ -7,6 +7,7 @@ GPU_RATE = 0.4 * 989e12  # FLOP/s: what trainings commonly reach of an H100's bf
 
 LEARNING_GOALS = {  # perplexity on Wikipedia
     "int2 g64": 36,
+    "int3 g64": 22,
     "int3 g64 fast": 22,
     "int4 g64": 19.9,
     "ternary": 90,
