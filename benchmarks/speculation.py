@@ -59,7 +59,7 @@ import harness
 import torch
 from harness import load, rounded
 from speculation_model import add_model
-from speculation_texts import CHAT, copying, long_contexts
+from speculation_texts import CHAT, copied, copying, long_contexts
 
 import hf_efficient
 from hf_efficient.evaluation import environment, samples
@@ -71,15 +71,7 @@ GUESSES, THEIRS = 32, (10, 32)  # prompt_lookup_num_tokens: as many as we may, a
 # Tokens at most: of the copying answers all but one end before.
 NEW = {"copying": 512, "long": 256, "chat": 128}
 PARTS = ("copying-1", "copying-8", "long-1", "chat-1", "chat-8")
-WARM_UPS = 2
-COUNTED = ("draft_seconds", "verify_seconds", "host_seconds")
-
-
-def copied(prompt: list[int], answer: list[int], run: int = 8) -> float:
-    """The share of the answer that stands in the prompt within `run` tokens in a row."""
-    there = {tuple(prompt[i : i + run]) for i in range(len(prompt) - run + 1)}
-    found = [tuple(answer[i : i + run]) in there for i in range(len(answer))]
-    return statistics.mean(any(found[max(0, i - run + 1) : i + 1]) for i in range(len(answer)))
+WARM_UPS, COUNTED = 2, ("draft_seconds", "verify_seconds", "host_seconds")
 
 
 def ceiling(prompt: list[int], answer: list[int]) -> int:
@@ -259,11 +251,11 @@ def record(kind: str, size: int, name: str, measured: dict, right: str, batches:
 
 
 def gains_of_calls(plain: list[list[float]], seconds: list[list[float]]) -> dict:
-    """Of seconds [repeats][batches] without a drafter and with one."""
+    """Of seconds [repeats][batches] without a drafter and with one. Stalls of the machine move what is together."""
     ratios = [before / own for befores, owns in zip(plain, seconds) for before, own in zip(befores, owns)]
     together = sum(map(sum, plain)) / sum(map(sum, seconds))
-    middle = {"median": statistics.median(ratios), "quartiles": harness.quartiles(ratios)}
-    return {"count": len(ratios), **middle, "together": together}
+    counted = {"count": len(ratios), "together": together}
+    return {**counted, "median": statistics.median(ratios), "quartiles": harness.quartiles(ratios)}
 
 
 def goals(lines: list[dict]) -> list[tuple]:

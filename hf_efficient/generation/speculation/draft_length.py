@@ -37,9 +37,9 @@ class DraftLengthPolicy:
     The latency model and the acceptance statistics outlive the call: a drafter that did not pay on as many sequences
     continues its pause.
 
-    What drafts cost is bounded. In the long run they take 0.5 % of n steps: `LOST_SHARE` of n, and `INVESTED_SHARE` of
-    n for reading prompts. Beside that stand `CREDIT` plain steps, the first captures, and what a call loses before it
-    ends: during a call accepted tokens count by their mean over the sequences, and only at its end by how many steps
+    What drafts may cost is bounded, as this class counts it: of n steps `LOST_SHARE` of n, and `INVESTED_SHARE` of n
+    for reading prompts. Beside that stand `CREDIT` plain steps, the first captures, `SAVED_SHARE` of what was saved for
+    others, and what a call loses before it ends: during a call accepted tokens count by their mean over the sequences, and only at its end by how many steps
     the longest sequence came sooner. A drafter that has lost more rests, but for trials after pauses that double, until
     that is saved again, or until one step of a trial saves `PROOF`.
 
