@@ -13,8 +13,8 @@ MAX_CAPTURED_WIDTH, MAX_CAPTURED_TOKENS = 16, 128  # of a sequence, and of all: 
 
 
 class EagleChain:
-    """Keys and values of `rows` sequences, for `heads`, an `EagleLayer` bound to its target. Drafted tokens stand behind
-    accepted ones, until the next accepted ones take their place. branches: guesses that follow each token."""
+    """Keys and values of `rows` sequences, for `heads`, an `EagleLayer` bound to its target. Drafted tokens stand
+    behind accepted ones, until the next accepted ones take their place. branches: guesses that follow each token."""
 
     def __init__(self, heads, rows: int, branches: int):
         self.heads, self.branches = heads, branches
@@ -56,7 +56,7 @@ class EagleChain:
         """
         rows, width = tokens.shape
         numbers = np.array([tokens, lengths[:, None] + np.arange(width)])
-        last = np.arange(rows) * width + counts.clip(1, width) - 1
+        last = np.arange(rows) * width + np.minimum(np.maximum(counts, 1), width) - 1
         is_small = width <= MAX_CAPTURED_WIDTH and rows * width <= MAX_CAPTURED_TOKENS
         read = self._captures["read"] if is_small else self._read
         return read(*_tensors(numbers, last, lengths.astype(np.int32), temperature), features)

@@ -87,8 +87,9 @@ class EagleTree(DraftHeads):
     def accept(self, tokens: list[list[int]], hidden=None) -> None:
         longest = max(map(len, tokens))
         if longest:
-            padded = np.array([new + [0] * (longest - len(new)) for new in tokens])
-            self._pending.append((padded, hidden, np.arange(longest) < np.array([[len(new)] for new in tokens])))
+            padded = [new + [0] * (longest - len(new)) for new in tokens]
+            real = [[column < len(new) for column in range(longest)] for new in tokens]
+            self._pending.append((np.array(padded), hidden, np.array(real)))
 
     def select(self, rows: list[int]) -> None:
         self._lengths = self._lengths[rows]
@@ -156,10 +157,11 @@ class EagleTree(DraftHeads):
             seen_now = chances[:, 1:, 0].max(0)
             self._goes_on[1:depth] += (seen_now - self._goes_on[1:depth]) * NEW_SHARE
         branches = chances.shape[-1]
-        likely = np.concatenate([np.ones_like(chances[:, :1, 0]), chances[:, :-1, 0]], 1).cumprod(1)
-        confidence = (chances * likely[..., None]).reshape(len(chances), -1)
+        confidence = chances.copy()
+        confidence[:, 1:] *= chances[:, :-1, :1].cumprod(1)
+        confidence = confidence.reshape(len(chances), -1)
         depths = np.arange(1, depth + 1).repeat(branches)
-        parents = np.broadcast_to((depths - 2) * branches, confidence.shape).clip(-1)
+        parents = np.broadcast_to(np.maximum((depths - 2) * branches, -1), confidence.shape)
         tokens = self._token_ids[indices].reshape(confidence.shape)
         return best_first(tokens, confidence, parents, depths, limits, nodes, self._sequences.device)
 
@@ -201,8 +203,9 @@ class EagleTree(DraftHeads):
             tokens = np.take_along_axis(tokens, order, 1)
         padding = 0 if width > PADDED_WIDTH else max(4, 1 << int(width - 1).bit_length()) - width
         if padding:
-            ends = (0, padding) if self._is_chain else (padding, 0)
-            tokens, hidden, width = np.pad(tokens, ((0, 0), ends)), pad(hidden, (0, 0, *ends)), width + padding
+            parts, order = (tokens, np.zeros((len(tokens), padding), np.int64)), 1 if self._is_chain else -1
+            tokens = np.concatenate(parts[::order], 1)
+            hidden, width = pad(hidden, (0, 0, *(0, padding)[::order])), width + padding
         self._cache.reserve(self._lengths.max() + width)
         step = max(PADDED_WIDTH, PREFILL_TOKENS // len(tokens))
         for start in range(0, width, step):
@@ -225,7 +228,7 @@ class EagleTree(DraftHeads):
 
     def _append_first(self, tokens: np.ndarray, hidden: torch.Tensor, counts: np.ndarray, start: int) -> None:
         """Reads accepted tokens [rows, columns] of an `EagleChain`, from number `start` of `counts` on."""
-        temperature, lengths = np.array(self.temperatures[:1], np.float32), self._lengths + counts.clip(max=start)
+        temperature, lengths = np.array(self.temperatures[:1], np.float32), self._lengths + np.minimum(counts, start)
         features, *best = self._cache.read(tokens, counts - start, lengths, hidden, temperature)
         chances, indices = (x.numpy()[:, None].copy() for x in best)
         root = features.clone(), chances, indices

@@ -100,5 +100,16 @@ def ancestors(parents: torch.Tensor) -> torch.Tensor:
     seen, row = np.ones((above.shape[0], above.shape[1] + 1), np.uint64), np.arange(len(above))
     for node in range(1, seen.shape[1]):
         seen[:, node] = seen[row, above[:, node - 1]] | np.uint64(1 << node)
-    bits = torch.from_numpy(seen.view(np.int64)).to(parents.device)
-    return (bits[..., None] >> torch.arange(bits.shape[1], device=bits.device)) & 1 > 0
+    seen = seen[..., None] >> np.arange(seen.shape[1], dtype=np.uint64) & np.uint64(1) > 0
+    return torch.from_numpy(seen).to(parents.device)
+
+
+def depths_of(proposal: Proposal) -> list[int]:
+    """The depth of the deepest node of each sequence, 0 without one."""
+    deepest = []
+    for count, _, parents in zip(*proposal.on_host()):
+        depths = [0]  # of the root and the nodes
+        for parent in parents[:count]:
+            depths.append(depths[parent + 1] + 1)
+        deepest.append(max(depths))
+    return deepest
