@@ -4,14 +4,13 @@ from abc import abstractmethod
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 
 from hf_efficient.generation.drafters.draft_heads import DraftHeads
 from hf_efficient.generation.drafters.eagle_cache import EagleCache
 from hf_efficient.generation.drafters.eagle_chain import EagleChain
 from hf_efficient.generation.drafters.few_bit_matrices import FewBitMatrices
 from hf_efficient.generation.speculation.proposal import Proposal
-from hf_efficient.generation.speculation.token_tree import best_first
+from hf_efficient.generation.speculation.token_tree import best_first, spine_first
 
 
 BRANCHES = 8  # children of a node that are considered
@@ -156,14 +155,7 @@ class EagleTree(DraftHeads):
             chances, indices = (np.concatenate(part, 1) for part in parts)
             seen_now = chances[:, 1:, 0].max(0)
             self._goes_on[1:depth] += (seen_now - self._goes_on[1:depth]) * NEW_SHARE
-        branches = chances.shape[-1]
-        confidence = chances.copy()
-        confidence[:, 1:] *= chances[:, :-1, :1].cumprod(1)
-        confidence = confidence.reshape(len(chances), -1)
-        depths = np.arange(1, depth + 1).repeat(branches)
-        parents = np.broadcast_to(np.maximum((depths - 2) * branches, -1), confidence.shape)
-        tokens = self._token_ids[indices].reshape(confidence.shape)
-        return best_first(tokens, confidence, parents, depths, limits, nodes, self._sequences.device)
+        return spine_first(self._token_ids[indices], chances, limits, nodes, self._sequences.device)
 
     def _mask(self, seen: np.ndarray | None, reach: np.ndarray) -> np.ndarray:
         """float32 [rows, 1, width, columns] of the first `reach` [rows, width] accepted tokens and the nodes `seen`."""
@@ -203,9 +195,10 @@ class EagleTree(DraftHeads):
             tokens = np.take_along_axis(tokens, order, 1)
         padding = 0 if width > PADDED_WIDTH else max(4, 1 << int(width - 1).bit_length()) - width
         if padding:
-            parts, order = (tokens, np.zeros((len(tokens), padding), np.int64)), 1 if self._is_chain else -1
-            tokens = np.concatenate(parts[::order], 1)
-            hidden, width = pad(hidden, (0, 0, *(0, padding)[::order])), width + padding
+            order = 1 if self._is_chain else -1  # behind the others, or before them
+            tokens = np.concatenate([tokens, np.zeros((len(tokens), padding), np.int64)][::order], 1)
+            hidden = torch.cat([hidden, hidden[:, :1].expand(-1, padding, -1)][::order], 1)
+            width += padding
         self._cache.reserve(self._lengths.max() + width)
         step = max(PADDED_WIDTH, PREFILL_TOKENS // len(tokens))
         for start in range(0, width, step):

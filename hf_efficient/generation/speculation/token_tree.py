@@ -67,6 +67,31 @@ def best_first(
     return Proposal(tokens, counts, None, parents, confidence)
 
 
+def spine_first(tokens: np.ndarray, chances: np.ndarray, limits: list[int], nodes: int, device) -> Proposal | None:
+    """`best_first` where the first guess of each depth alone is continued, for few candidates.
+
+    tokens: int64 [rows, depth, branches], the guesses of each depth. chances: float alike, the most probable first.
+    """
+    trees = []
+    for tokens_of, chances_of, limit in zip(tokens.tolist(), chances.tolist(), limits):
+        candidates, reach = [], 1.0  # minus probability, depth, rank
+        for depth, likely in enumerate(chances_of[:limit]):
+            if likely[0] != likely[0]:  # NaN, of broken heads
+                break
+            candidates += [(-reach * chance, depth, rank) for rank, chance in enumerate(likely)]
+            reach *= likely[0]
+        best, tree = sorted(candidates)[: min(nodes, MAX_NODES)], RowTree([], [], [])
+        spine = [-1]  # the node of the first guess of each depth, behind the root
+        for node, (negative, depth, rank) in enumerate(best):
+            tree.tokens.append(tokens_of[depth][rank])
+            tree.parents.append(spine[depth])
+            tree.confidence.append(-negative)
+            if rank == 0:
+                spine.append(node)
+        trees.append(tree)
+    return proposal_of(trees, device)
+
+
 def product_trees(tokens: np.ndarray, chances: np.ndarray, limits: list[int], nodes: int, device) -> Proposal | None:
     """The `nodes` most probable paths of each sequence where the guesses of a depth do not depend on the path to it.
 
