@@ -12,7 +12,7 @@ from hf_efficient.generation.request import GenerationRequest
 from hf_efficient.generation.sequences import Sequences
 from hf_efficient.generation.speculation.draft_length import DraftLengthPolicy
 from hf_efficient.generation.speculation.proposal import MAX_NODES, Proposal
-from hf_efficient.generation.speculation.token_tree import ancestors
+from hf_efficient.generation.speculation.token_tree import ancestors, depths_of
 from hf_efficient.generation.speculation.verification import verify
 
 
@@ -200,11 +200,10 @@ class SpeculativeLoop:
             index = pad(verified.path + 1, (1, 0))[..., None]
             collected = [x.gather(1, index.expand(-1, -1, x.shape[-1])) for x in collected]
         new, accepted, drafted = sequences.extend(verified.tokens, verified.accepted, counts, *collected)
-        depths, path = drafted, None
+        depths, columns = drafted, None  # columns: of the forward, that each sequence's new tokens follow
         if is_tree:
-            is_real = torch.arange(width, device=counts.device) < counts[:, None]
-            depths = (torch.where(is_real, self._tree[:, 1:].sum(-1) - 1, 0)).amax(1).tolist()
-            path = verified.path.tolist()
+            depths, paths = depths_of(proposal), zip(verified.path.tolist(), new)
+            columns = [[0, *(node + 1 for node in path[: len(kept) - 1])] for path, kept in paths]
         verify_seconds = self._spend("verify")
         if self.statistics.steps:
             self._learn(proposal, new, accepted, drafted, depths, verify_seconds)
@@ -215,11 +214,10 @@ class SpeculativeLoop:
                 has_ended = torch.tensor([not kept for kept in new], device=counts.device)
                 drafter.observe(self._fed, counts.masked_fill(has_ended, -1), logits)
             if self._drafter_has_begun:
-                drafter.accept(new, self._hidden_of(verified.path, max(map(len, new))))
+                drafter.accept(new, self._hidden_of(columns, max(map(len, new))))
             self._spend("draft")
         # the last token of a sequence is the target's own: no forward has read it
         if is_tree:
-            columns = [[0, *(node + 1 for node in nodes[: len(kept) - 1])] for nodes, kept in zip(path, new)]
             target.keep([some if kept else [] for some, kept in zip(columns, new)])
         return self._select()
 
@@ -282,13 +280,16 @@ class SpeculativeLoop:
         """Generated tokens of each live sequence."""
         return [length - self.sequences.prompt_length for length in self.sequences.lengths]
 
-    def _hidden_of(self, path: torch.Tensor | None, longest: int) -> torch.Tensor | None:
-        """The hidden states of the last forward that predicted each new token, float [rows, longest, hidden size]."""
+    def _hidden_of(self, columns: list[list[int]] | None, longest: int) -> torch.Tensor | None:
+        """The hidden states of the last forward that predicted each new token, float [rows, longest, hidden size], in
+        these columns of each sequence; None: the first ones."""
         hidden = self.target.hidden
         if hidden is None:
             return None
-        path = self._fed[:, :0] if path is None else path
-        index = pad(path + 1, (1, 0))[:, :longest, None].to(hidden.device)
+        if columns is None or all(some == list(range(len(some))) for some in columns):
+            return hidden[:, :longest].clone()  # the next forward may overwrite it
+        padded = [(some + [0] * longest)[:longest] for some in columns]
+        index = torch.tensor(padded, device=hidden.device)[..., None]
         return hidden.gather(1, index.expand(-1, -1, hidden.shape[-1]))
 
     def _spend(self, name: str) -> float:

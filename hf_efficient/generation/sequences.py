@@ -250,7 +250,9 @@ class Sequences:
         if self.pads_finished and any(self.stopped_at):
             has_ended = [[self.stopped_at[b] is not None] for b in self.live]
             tokens = torch.where(torch.tensor(has_ended, device=self.device), self.padding, tokens)
-        if read is None and accepted is not None:
+        if read is None and accepted is not None and self.device.type == "cpu":
+            host = [[*row[:2], *row[2]] for row in zip(accepted.tolist(), counts.tolist(), tokens.tolist())]
+        elif read is None and accepted is not None:
             host = torch.cat([accepted[:, None], counts[:, None], tokens], 1).tolist()
         else:
             host = [[0, 0, *row] for row in (tokens.tolist() if read is None else read)]

@@ -164,6 +164,22 @@ def test_where_the_largest_is(dtype, width, tier):
         assert torch.equal(capture.replay(), x.argmax(-1))
 
 
+@pytest.mark.parametrize("rows, width, wanted", [(1, 4096, 8), (3, 5, 5), (40, 1300, 64), (2, 17, 1)])
+def test_the_largest_and_the_softmax_of_rows(rows, width, wanted, tier):
+    x = torch.randn(rows, width)
+    capture = Capture(lambda: (x.softmax(-1), *x.topk(wanted)))
+    assert all(getattr(step, "func", None) is _interpret for step in capture._steps)
+    for change in (0.0, -torch.inf, torch.nan, torch.inf):
+        x.copy_(torch.randn(rows, width))
+        x[0, 1] = change
+        softmax, values, indices = capture.replay()
+        torch.testing.assert_close(softmax, x.softmax(-1), rtol=1e-5, atol=1e-8, equal_nan=True)
+        assert values.equal(x.topk(wanted).values) or change != change
+        assert x.gather(1, indices).nan_to_num(9).equal(x.topk(wanted).values.nan_to_num(9))
+    x.fill_(2.0)
+    assert capture.replay()[2].equal(torch.arange(wanted).expand(rows, -1)), "of equal ones the first"
+
+
 def test_what_reads_numbers_is_refused():
     x = torch.randn(4)
     on_the_host = (lambda: x * x.sum().item(), lambda: x * x.tolist()[0], lambda: x.numpy())
