@@ -160,8 +160,8 @@ static SHARED void soften(const Biases &biases, const Visibility &sight, int64_t
 template <class A>
 static SHARED void add_values(const Tile &tile, Scales scales, float middle, const Pages &values,
                               const ChannelBlocks &channels, int64_t rows, int64_t height,
-                              const Floats (*scores)[TILE_BLOCKS], Floats *value_scales, const float *corrections, typename A::Term *weights,
-                              const Floats *value_tile, Floats (*sums)[TILE_BLOCKS]) {
+                              const Floats (*scores)[TILE_BLOCKS], Floats *value_scales, const float *corrections,
+                              typename A::Term *weights, const Floats *value_tile, Floats (*sums)[TILE_BLOCKS]) {
     constexpr int TERMS = TILE_TOKENS / A::NUMBERS;  // of a tile's tokens
     Floats value_middles[TILE_BLOCKS];
     int64_t group = -1;
