@@ -56,7 +56,7 @@ SANITIZED := tests/adversarial/test_native_indices.py tests/kernels/test_recorde
 	tests/formats/test_sparse_layouts.py tests/pruning/test_contextual_sparsity.py \
 	tests/kernels/test_native_rounded.py tests/kernels/test_native_tables.py tests/kernels/test_attend_ragged.py \
 	tests/kernels/test_native_trellis.py tests/kernels/test_native_hadamard.py tests/kernels/test_native_packing.py
-SANITIZED_CASES := native_indices or test_operators or dense_products or where_the_largest or separate_ones or \
+SANITIZED_CASES := native_indices or test_operators or dense_products or the_largest or separate_ones or \
 	(replayed and gpt2) or (formats_and_heads and 80-48) or test_options or page_sizes or many_queries or \
 	test_prompts or test_trees or appended or nobody_looks_up or products_and_inverses or test_inputs or test_kernel or \
 	of_one_input or exactly_the_chosen or native_rounded or native_tables or attend_ragged or \

@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
 from hf_efficient.kernels.replay.function import CapturedFunction
+from hf_efficient.kernels.replay.likeliest import likeliest
 
 
 FIRST_TOKENS = 256  # room of a new cache
@@ -80,5 +81,5 @@ class EagleCache:
         following = heads.outputs(x, attend(query, mask))
         following = following[:, -1:] if last else following
         scores = heads.logits(following.flatten(0, 1)).float() / temperature
-        best = scores.softmax(-1).topk(self.branches, dim=-1)
+        best = likeliest(scores, self.branches)
         return following, *(values.view(*following.shape[:2], -1) for values in best)

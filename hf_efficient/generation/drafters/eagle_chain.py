@@ -6,6 +6,7 @@ from torch.nn.functional import embedding, pad
 
 from hf_efficient.kernels.attention.api import flash_attn_with_kvcache
 from hf_efficient.kernels.replay.function import CapturedFunction
+from hf_efficient.kernels.replay.likeliest import likeliest
 
 
 FIRST_TOKENS = 256  # room of a new cache
@@ -101,7 +102,7 @@ class EagleChain:
             x, attended = (embedding(last[:, None], each.flatten(0, 1)) for each in (x, attended))
         following = heads.outputs(x, attended.unflatten(2, (-1, heads.head_dim)).transpose(1, 2))
         scores = heads.logits(following.flatten(0, 1)).float() / temperature
-        return following, *scores.softmax(-1).topk(self.branches, dim=-1)
+        return following, *likeliest(scores, self.branches)
 
 
 def _tensors(*numbers: np.ndarray) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from hf_efficient.generation.drafters.eagle_chain import EagleChain
 from hf_efficient.generation.drafters.few_bit_matrices import FewBitMatrices
 from hf_efficient.generation.speculation.proposal import Proposal
 from hf_efficient.generation.speculation.token_tree import best_first, spine_first
+from hf_efficient.kernels.replay.recorder import interpreter
 
 
 BRANCHES = 8  # children of a node that are considered
@@ -53,7 +54,7 @@ class EagleTree(DraftHeads):
 
     @property
     def _chains(self) -> bool:
-        """Whether one continuation is guessed over an `EagleChain`."""
+        """Whether one continuation is guessed over an `EagleChain`, which is slower where nothing is captured."""
         return False
 
     def _check_target(self, model) -> None:
@@ -248,7 +249,7 @@ class EagleLayer(FewBitMatrices, EagleTree):
 
     @property
     def _chains(self) -> bool:
-        return self._width == 1 and self.fuse.device.type == "cpu"
+        return self._width == 1 and self.fuse.device.type == "cpu" and interpreter() is not None
 
     @abstractmethod
     def inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:

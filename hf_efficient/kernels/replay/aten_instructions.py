@@ -19,7 +19,6 @@ _BINARY = {"add": "ADD", "sub": "SUB", "mul": "MUL", "div": "DIV"}
 # ours take a third of torch's time for 5 rows, and as long for 256.
 _MOST_DENSE_ROWS, _MOST_DENSE_ROWS_OF_BF16 = 128, 512  # the second where the CPU multiplies bfloat16, by tiles
 _MOST_DENSE_ROWS_OF_FLOATS = 64
-_MOST_LARGEST = 64  # wanted of a row; native/replay/selection.h has the same number
 
 _OF_BF16 = tiers.BF16, tiers.AMX, tiers.NEON_BF16
 
@@ -81,31 +80,6 @@ def _argmax(y, x, dim=None, keepdim=False):
     instruction = Instruction(OPS["ARGMAX"], sizes(x.shape), a=operand(x))
     instruction.y.data = y.data_ptr()
     return [instruction.noting(y, [x])]
-
-
-def _rows_of_floats(name, y, x, dim, wanted=0):
-    """Of the last dimension of contiguous float32."""
-    if x.dtype is not torch.float32 or not x.is_contiguous() or not x.numel() or dim % x.dim() != x.dim() - 1:
-        return None
-    shape = 1, 1, x.numel() // x.shape[-1], x.shape[-1]
-    instruction = Instruction(OPS[name], sizes(shape), beta=float(wanted))
-    instruction.y.data, instruction.a.data = y.data_ptr(), x.data_ptr()
-    return [instruction.noting(y, [x])]
-
-
-@replays("aten::_softmax")
-def _softmax(y, x, dim, half_to_float):
-    return _rows_of_floats("SOFTMAX", y, x, dim) if x.dim() else None
-
-
-@replays("aten::topk")
-def _topk(values, indices, x, k, dim=-1, largest=True, sorted=True):
-    if not x.dim() or not largest or not 0 < k <= _MOST_LARGEST:
-        return None
-    found = _rows_of_floats("TOP", values, x, dim, k)
-    for instruction in found or ():
-        instruction.c.data = indices.data_ptr()
-    return found
 
 
 @replays("aten::embedding")

@@ -4,8 +4,7 @@
 // - Floats, Ints, Words (4 bytes a lane), Halves (2) and Bytes (1), with the operators of GCC's vectors;
 // - conversions: widen, narrow (bfloat16), from_float16, to_float16, to_floats, to_ints, nearest, to_bytes;
 // - some of the lanes: load_some, store_some, blend;
-// - all of them: sum, highest, any (of a comparison), any_nan, sums_of_lanes, transpose, look_up, look_up_16,
-//   store_ordered;
+// - all of them: sum, highest, any_nan, sums_of_lanes, transpose, look_up, look_up_16, store_ordered;
 // - plus_products: sums of 4 bytes times 4 bytes;
 // - with BYTE_DOT plus_byte_dots (4 unsigned bytes times 4 signed ones), splat_bytes, minus_bytes;
 // - with BF16_DOT PairBits, a vector of pairs of bfloat16: splat_pair, pairs_at, pair_dot, narrow_pairs, narrow_both,

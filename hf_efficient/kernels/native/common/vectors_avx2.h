@@ -136,8 +136,10 @@ static INLINE int32_t sum(Ints x) {
     return fold<int32_t>((__m256)x.low, (__m256)x.high,
                          [](__m256 a, __m256 b) { return (__m256)_mm256_add_epi32((__m256i)a, (__m256i)b); });
 }
-static INLINE bool any(Ints x) { return _mm256_movemask_epi8((__m256i)(x.low | x.high)) != 0; }
-static INLINE bool any_nan(Floats x) { return any(x != x); }
+static INLINE bool any_nan(Floats x) {
+    const Ints different = x != x;
+    return _mm256_movemask_epi8((__m256i)(different.low | different.high)) != 0;
+}
 
 // The sum of the lanes of each of 16 vectors.
 static INLINE Floats sums_of_lanes(const Floats (&values)[LANES]) {

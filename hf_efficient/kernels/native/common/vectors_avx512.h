@@ -105,7 +105,6 @@ static INLINE Floats expanded_two_of_four(const uint16_t *from, uint32_t columns
 }
 
 static INLINE bool any_nan(Floats x) { return _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q) != 0; }
-static INLINE bool any(Ints x) { return _mm512_movepi32_mask((__m512i)x) != 0; }
 static INLINE float highest(Floats x) { return _mm512_reduce_max_ps((__m512)x); }
 static INLINE int32_t highest(Ints x) { return _mm512_reduce_max_epi32((__m512i)x); }
 static INLINE float sum(Floats x) { return _mm512_reduce_add_ps((__m512)x); }

@@ -136,10 +136,10 @@ static INLINE float sum(Floats x) {
 static INLINE int32_t sum(Ints x) {
     return vaddvq_s32(fold(x, [](auto a, auto b) __attribute__((always_inline)) { return vaddq_s32(a, b); }));
 }
-static INLINE bool any(Ints x) {
-    return vmaxvq_u32(fold((Words)x, [](auto a, auto b) __attribute__((always_inline)) { return a | b; })) != 0;
+static INLINE bool any_nan(Floats x) {
+    const Ints different = x != x;
+    return vmaxvq_u32(fold((Words)different, [](auto a, auto b) __attribute__((always_inline)) { return a | b; })) != 0;
 }
-static INLINE bool any_nan(Floats x) { return any(x != x); }
 
 // The sum of the lanes of each of 16 vectors.
 static INLINE Floats sums_of_lanes(const Floats (&values)[LANES]) {

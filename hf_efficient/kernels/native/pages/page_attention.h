@@ -194,7 +194,8 @@ static SHARED void add_values(const Tile &tile, Scales scales, float middle, con
     }
 }
 
-constexpr int64_t ROWS_AT_ONCE = 4 * TILE_ROWS;  // of queries, whose scores stay in the first-level cache
+// Of queries, whose scores stay in the first-level cache: whole blocks of `tile_rows`.
+constexpr int64_t ROWS_AT_ONCE = AMX ? 32 : 4 * TILE_ROWS;
 
 // Attends over a span, tile by tile, for `heads` key heads from `first_head` on, whose keys lie side by side. results:
 // one for each head. A: the arithmetic. F: the format of the pages or of the ring.

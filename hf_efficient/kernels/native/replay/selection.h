@@ -19,7 +19,7 @@ struct Best {
     }
 };
 
-constexpr int64_t MOST_LARGEST = 64;  // kernels/replay/aten_instructions.py has the same number
+constexpr int64_t MOST_LARGEST = 64;  // kernels/replay/likeliest.py has the same number
 
 // The `wanted` largest of x [width], the largest first; of equal ones the first. wanted <= width.
 static void largest(const float *x, int64_t width, int64_t wanted, float *values, int64_t *indices) {
