@@ -192,10 +192,11 @@ class TestEagle:
         assert heads.propose([5, 5, 5], 63).width == eagle_tree.BRANCHES, "one depth"
 
     @torch.no_grad()
-    def test_sequences_do_not_touch_each_other(self, target, trained, monkeypatch):
+    @pytest.mark.parametrize("beam", [4, 1])
+    def test_sequences_do_not_touch_each_other(self, beam, target, trained, monkeypatch):
         monkeypatch.setattr(eagle_tree, "MIN_REACH", 0.0)  # the depth of all rows follows the surest one
         heads = trained[EagleHead]
-        heads.nodes, heads.beam = 16, 4
+        heads.nodes, heads.beam = 16, beam
         self.begin(heads, target, self.ROWS, 2)
         heads.select([0, 2])
         batch = heads.propose([3, 5], 63)
@@ -209,10 +210,11 @@ class TestEagle:
             reason = "float32 sums in another order"
             assert_close(batch.confidence[b], alone.confidence[0], 1e-4, 1e-4, reason)
 
+    @pytest.mark.parametrize("beam", [4, 1])
     @torch.no_grad()
-    def test_captures_follow_the_weights_and_stay_out_of_copies(self, target, trained, monkeypatch):
+    def test_captures_follow_the_weights_and_stay_out_of_copies(self, beam, target, trained, monkeypatch):
         heads = copy.deepcopy(trained[EagleHead])
-        heads.nodes, heads.beam = 16, 4
+        heads.nodes, heads.beam = 16, beam
         proposals = []
         for step in range(3):
             if step == 2:  # the same without a capture

@@ -1,5 +1,8 @@
-"""The likeliest guesses of a drafter: an op of its own, which is replayed as two instructions. Of equal numbers it takes
-the first ones, and torch's `topk` others. Drafters may differ there, routers of experts must not."""
+"""The likeliest guesses of a drafter: an op of its own, which is replayed as two instructions.
+
+Of equal numbers it takes the first ones, and torch's `topk` others. Drafters may differ there, routers of experts must
+not.
+"""
 
 import torch
 
