@@ -23,8 +23,8 @@ template <int CHAINS, class F> static INLINE void for_terms(int64_t width, F bod
     if (k < width) body(k, width - k, 0);
 }
 
-// Rows of w that are asked for beside `count` rows of x from `row` on: bit j for the rows j, j + 4, j + 8, ... Memory is
-// to send without a pause, so rows of x share this. Where few rows of x are slower than memory, all ask for everything:
+// Rows of w that are asked for beside `count` rows of x from `row` on: bit j for the rows j, j + 4, j + 8, ... Rows of x
+// share this, so that memory sends without a pause. With fewer than 8 rows of x all of them ask for everything: then
 // memory sends up to a seventh more a second, by measurement.
 static INLINE int sent_beside(int64_t row, int64_t count, int64_t rows) {
     int sent = 0;
@@ -33,8 +33,8 @@ static INLINE int sent_beside(int64_t row, int64_t count, int64_t rows) {
 }
 
 // y[i][j] (strides ld) <- x[i] . w[j] + bias[j] for M rows of x and `count` of w, at most SUMS / M. What is read SUMS
-// rows later is on its way to the second level: the first has few buffers for lines that memory has not sent. sent: what
-// `sent_beside` says.
+// rows later is on its way to the second level: the first has few buffers for lines that memory has not sent.
+// sent: what `sent_beside` says.
 template <int M>
 static INLINE void dense_tile(const uint16_t *x, const uint16_t *w, const uint16_t *bias, int64_t width, int64_t count,
                               uint16_t *y, int64_t ld, int sent) {
