@@ -23,8 +23,8 @@ template <int CHAINS, class F> static INLINE void for_terms(int64_t width, F bod
     if (k < width) body(k, width - k, 0);
 }
 
-// Rows of w that are asked for beside `count` rows of x from `row` on: bit j for the rows j, j + 4, j + 8, ... Rows of x
-// share this, so that memory sends without a pause. With fewer than 8 rows of x all of them ask for everything: then
+// Rows of w that are asked for beside `count` rows of x from `row` on: bit j for the rows j, j + 4, j + 8, ... All rows
+// of x share this, so that memory sends without a pause. With fewer than 8, each of them asks for everything: then
 // memory sends up to a seventh more a second, by measurement.
 static INLINE int sent_beside(int64_t row, int64_t count, int64_t rows) {
     int sent = 0;
