@@ -46,7 +46,7 @@ STARTS = {
     "int3 g64 fast": lambda tokens: weight_only(None, bits=3, group_size=64, quality="fast"),
     "int4 g64": lambda tokens: weight_only(tokens, bits=4, group_size=64, method="mse"),
     "50 %": lambda tokens: sparse(tokens, sparsity=0.5, method="alps"),
-    "2:4": lambda tokens: sparse(tokens, pattern="2:4", method="alps"),
+    "2:4": lambda tokens: sparse(tokens, pattern="2:4", method="alps", refine=True),
     "2:4 int4": lambda tokens: sparse(tokens, pattern="2:4", method="sparsegpt", weights=dict(bits=4, method="gptq")),
     "half the layers": lambda tokens: smaller(tokens, num_hidden_layers=15),
     "0.75 width": lambda tokens: smaller(tokens, intermediate_size=1152),

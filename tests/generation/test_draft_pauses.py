@@ -120,6 +120,37 @@ def test_after_a_trial_that_was_right_the_next_comes_sooner():
     assert between == [MAX_PAUSE, MAX_PAUSE // RETRY_FACTOR]
 
 
+def test_how_a_text_ends_says_little_of_the_next_one():
+    """Drafts that are right two times of three save steps, then nothing is right before the call ends: the next call
+    drafts at once, and believes in them still."""
+    remembered, policy = Remembered(), None
+    policy, generated = DraftLengthPolicy(1, 4, **remembered), 0
+    for step in range(130):
+        width = policy.choose([200])
+        hits = min(width, 2) if step < 60 else 0
+        policy.update(drafted(1, width), [hits], [width], 0.2 * width, forward(width + 1))
+        generated += 1 + hits
+    assert policy.statistics.pause_steps > 8, "drafting rests"
+    policy.finish(generated)
+    following = DraftLengthPolicy(1, 4, **remembered)
+    assert following.statistics.acceptance > 0.5 and not following.skips_call(50) and following.choose([50]) > 0
+
+
+def test_drafts_that_pay_less_than_reading_the_prompts_rest():
+    """Of ten calls of 20 tokens, each with prompts to read that take 30 forwards, the later ones are plain."""
+    remembered, made = Remembered(), []
+    for _ in range(10):
+        policy, generated, drafts = DraftLengthPolicy(1, 4, **remembered), 0, 0
+        policy.prompt_seconds = 30.0
+        while generated < 20:
+            width = 0 if policy.skips_call(20) else policy.choose([20 - generated])
+            policy.update(drafted(1, width), [width], [width], 0.05 * width, forward(width + 1))
+            generated, drafts = generated + 1 + width, drafts + width
+        policy.finish(generated)
+        made.append(drafts)
+    assert not any(made[5:]), made
+
+
 def test_reading_prompts_for_trials_takes_a_small_share():
     """After a call of 100 steps the pause is 64 steps at most, and reading the prompts takes 20 forwards."""
     remembered = Remembered()

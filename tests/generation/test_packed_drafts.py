@@ -147,6 +147,18 @@ def test_a_call_within_a_pause_reads_no_hidden_states(monkeypatch):
     assert known.steps_to_trial == 15
 
 
+def test_eager_forwards_say_nothing_of_captured_ones():
+    """The cache that a padded batch returns is one that nothing is captured over: its forwards take several times as
+    long, which later calls must not believe of theirs."""
+    target, inputs = enable_speculation(tiny_model("llama")), left_padded_batch([3, 5])
+    options = dict(max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3)
+    state = model_state.state_of(target)
+    target.generate(**inputs, **options, return_dict_in_generate=True)
+    assert state.eager_latency.forward_seconds.largest and not state.latency.forward_seconds.largest
+    target.generate(**inputs, **options)
+    assert state.latency.forward_seconds.largest
+
+
 def test_a_sampled_call_within_a_pause_does_not_watch(monkeypatch):
     """A lookup beside heads would have to read hidden states that nobody collects."""
     target, inputs = enable_speculation(tiny_model("llama")), left_padded_batch([3, 5])

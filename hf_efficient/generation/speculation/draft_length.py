@@ -10,6 +10,8 @@ from hf_efficient.generation.speculation.proposal import Proposal
 # without. After a pause they are multiplied by `IDLE_DECAY` once for each of its steps, at most `MAX_IDLE_STEPS` times.
 DRAFT_DECAY, IDLE_DECAY, MAX_IDLE_STEPS = 0.9, 0.97, 16
 PRIOR_TOKENS = 2.0  # proposed tokens that the acceptance of earlier calls weighs as much as
+# As many of earlier calls count beside those of a call when it ends: how a text ends says little of the next one.
+EARLIER_TOKENS = 32.0
 # A draft that takes less than this share of a forward is made in every step; `trim` then decides how much is verified.
 CHEAP_DRAFT = 0.03
 # But not in a batch of so many sequences while drafts do not pay.
@@ -35,10 +37,10 @@ class DraftLengthPolicy:
     """Chooses step by step how deep to draft and how much of a proposal to verify: what gives most tokens a second.
 
     The latency model and the acceptance statistics outlive the call: a drafter that did not pay on as many sequences
-    continues its pause.
+    continues its pause. One whose drafts have saved steps in a call begins the next anew, however the text ended.
 
-    What drafts may cost is bounded, as this class counts it: of n steps `LOST_SHARE` of n, and `INVESTED_SHARE` of n
-    for reading prompts. Beside that stand `CREDIT` plain steps, the first captures, `SAVED_SHARE` of what was saved for
+    What drafts may cost is bounded, as this class counts it: of n steps `LOST_SHARE` of n, reading prompts among it, and
+    `INVESTED_SHARE` of n for reading prompts for trials. Beside that stand `CREDIT` plain steps, the first captures, `SAVED_SHARE` of what was saved for
     others, and what a call loses before it ends: during a call accepted tokens count by their mean over the sequences,
     and only at its end by how many steps the longest sequence came sooner. A drafter that has lost more rests, but for
     trials after pauses that double, until that is saved again, or until one step of a trial saves `PROOF`.
@@ -78,9 +80,11 @@ class DraftLengthPolicy:
         self.statistics = self._by_rows.setdefault(rows, AcceptanceStatistics())
         self.unfinished, self.tokens_left = rows, 1  # sequences that still grow, and tokens of the longest way to go
         self.accepted, self.proposed = [0.0] * rows, [0.0] * rows  # decayed counts of each sequence's drafted tokens
+        self._all_accepted = self._all_proposed = 0  # of all sequences, since the statistics were last written
         self.calibration = 1.0  # accepted tokens by those that the drafter's confidence predicted
         self.is_off = False  # no draft is made in this call
         self.has_drafted = False  # in this call
+        self._reads_prompts = True  # in this call, before its first draft, which is not yet accounted for
         self._is_awake = self._was_woken = False  # to draft in the next step, and to have done so in this one
         self.prompt_seconds = 0.0  # of reading the prompts, where the drafter did so before its first proposal
         self._captures, self._is_draft_steady = 0, True  # before the proposal, and whether there were none for it
@@ -221,9 +225,9 @@ class DraftLengthPolicy:
         for row, (hits, depth) in enumerate(zip(accepted, depths)):
             decay = DRAFT_DECAY if depth else IDLE_DECAY
             self.accepted[row] = decay * self.accepted[row] + hits
-            self.proposed[row] = decay * self.proposed[row] + min(
-                hits + 1, depth
-            )  # those after a rejected one: unknown
+            known = min(hits + 1, depth)  # those after a rejected one: unknown
+            self.proposed[row] = decay * self.proposed[row] + known
+            self._all_accepted, self._all_proposed = self._all_accepted + hits, self._all_proposed + known
         if not self.is_trial or has_recovered:
             statistics.pause_steps = statistics.steps_to_trial = 0
         elif accepted == depths:
@@ -273,13 +277,18 @@ class DraftLengthPolicy:
 
         generated: tokens of the longest sequence in this call; None where that is not known.
         """
-        if generated is not None and self.timed and self.has_drafted:
-            saved = generated - self._generated_before - self._steps - self._extra
+        statistics, plain, saved = self.statistics, self.forward_seconds.at(len(self.accepted)), 0.0
+        if generated is not None and self.timed and self.has_drafted and plain:
+            reading = statistics.prompt_seconds / plain if self._reads_prompts else 0.0
+            saved = generated - self._generated_before - self._steps - self._extra - reading
             self._set_balance(self._balance_before + saved + LOST_SHARE * self._steps)
-        statistics, plain = self.statistics, self.forward_seconds.at(len(self.accepted))
-        statistics.acceptance = self._acceptance()
-        does_not_pay = statistics.balance < 0 or statistics.pause_steps > MIN_PAUSE  # more than one draft, lately
-        if statistics.steps_to_trial and does_not_pay and self.has_drafted and plain:  # a trial reads the prompts, too
+            self._reads_prompts = False
+        earlier = EARLIER_TOKENS * statistics.acceptance
+        statistics.acceptance = (self._all_accepted + earlier) / (self._all_proposed + EARLIER_TOKENS)
+        self._all_accepted = self._all_proposed = 0
+        if saved > 0 and statistics.balance >= 0:
+            statistics.pause_steps = statistics.steps_to_trial = 0
+        elif statistics.balance < 0 and statistics.steps_to_trial and self.has_drafted and plain:  # trials read prompts
             steps = round(statistics.prompt_seconds / (INVESTED_SHARE * plain))
             statistics.steps_to_trial = max(statistics.steps_to_trial, steps)
 
