@@ -74,10 +74,11 @@ def _can_share_cache(request: GenerationRequest) -> bool:
         return captures and not request.returns_dict
     if request.replaces_sample or not request.returns_dict:
         return True
-    # In the cache that is returned, windows count padding and other attentions look for it. Batches of more sequences
-    # than a capture holds gain nothing.
+    # In the cache that is returned "sdpa" looks for the padding. Batches of more sequences than a capture holds gain
+    # nothing.
     mask = request.attention_mask
-    return request.batch_size <= MAX_TOKENS and not (mask is not None and bool((mask == 0).any()))
+    is_padded = mask is not None and bool((mask == 0).any())
+    return request.batch_size <= MAX_TOKENS and not (is_padded and model_state.current(request.model).pool.over_pages)
 
 
 def _pause(request: GenerationRequest, is_capturable: bool):

@@ -148,9 +148,10 @@ def test_a_call_within_a_pause_reads_no_hidden_states(monkeypatch):
 
 
 def test_eager_forwards_say_nothing_of_captured_ones():
-    """The cache that a padded batch returns is one that nothing is captured over: its forwards take several times as
+    """Over the cache that a padded batch with "sdpa" returns nothing is captured: its forwards take several times as
     long, which later calls must not believe of theirs."""
     target, inputs = enable_speculation(tiny_model("llama")), left_padded_batch([3, 5])
+    target.set_attn_implementation("sdpa")
     options = dict(max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3)
     state = model_state.state_of(target)
     target.generate(**inputs, **options, return_dict_in_generate=True)
