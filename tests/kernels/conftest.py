@@ -29,8 +29,8 @@ def patch_the_language_once():
 
 
 def leave_out_what_nobody_reads():
-    """The interpreter computes whether whole numbers overflow, ten operations each, and drops the answer (its `debug` is
-    off), which is half of its time; and it builds its table of NumPy's dtypes for each value."""
+    """The interpreter computes whether whole numbers overflow, ten operations each, and drops the answer (its `debug`
+    is off), which is half of its time; and it builds its table of NumPy's dtypes for each value."""
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter

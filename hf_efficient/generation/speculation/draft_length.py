@@ -39,11 +39,12 @@ class DraftLengthPolicy:
     The latency model and the acceptance statistics outlive the call: a drafter that did not pay on as many sequences
     continues its pause. One whose drafts have saved steps in a call begins the next anew, however the text ended.
 
-    What drafts may cost is bounded, as this class counts it: of n steps `LOST_SHARE` of n, reading prompts among it, and
-    `INVESTED_SHARE` of n for reading prompts for trials. Beside that stand `CREDIT` plain steps, the first captures, `SAVED_SHARE` of what was saved for
-    others, and what a call loses before it ends: during a call accepted tokens count by their mean over the sequences,
-    and only at its end by how many steps the longest sequence came sooner. A drafter that has lost more rests, but for
-    trials after pauses that double, until that is saved again, or until one step of a trial saves `PROOF`.
+    What drafts may cost is bounded, as this class counts it: of n steps `LOST_SHARE` of n, reading prompts among it,
+    and `INVESTED_SHARE` of n for reading prompts for trials. Beside that stand `CREDIT` plain steps, the first
+    captures, `SAVED_SHARE` of what was saved for others, and what a call loses before it ends: during a call accepted
+    tokens count by their mean over the sequences, and only at its end by how many steps the longest sequence came
+    sooner. A drafter that has lost more rests, but for trials after pauses that double, until that is saved again, or
+    until one step of a trial saves `PROOF`.
 
     With `timed=False` the choice depends on neither a clock nor earlier calls: a forward counts as 1, a drafted token
     as `draft_cost`. Sampled runs with a drafter that draws need that, as there the draft's length changes which random

@@ -40,8 +40,9 @@ SANITIZE = "HF_EFFICIENT_SANITIZE"  # environment variable
 
 
 def sanitizer_flags() -> list[str]:
-    """The compiler's flags for `$HF_EFFICIENT_SANITIZE`; none where that is empty or not set. Null pointers end a process
-    anyway, sizes of objects AddressSanitizer knows better; without their checks compiling takes a fifth less."""
+    """The compiler's flags for `$HF_EFFICIENT_SANITIZE`; none where that is empty or not set. Null pointers end a
+    process anyway, sizes of objects AddressSanitizer knows better; without their checks compiling takes a fifth less.
+    """
     names = os.environ.get(SANITIZE)
     flags = "-O1", f"-fsanitize={names}", "-fno-sanitize=null,object-size", "-fno-sanitize-recover=all", "-g1"
     return list(flags) if names else []
