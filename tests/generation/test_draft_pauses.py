@@ -123,7 +123,7 @@ def test_after_a_trial_that_was_right_the_next_comes_sooner():
 def test_how_a_text_ends_says_little_of_the_next_one():
     """Drafts that are right two times of three save steps, then nothing is right before the call ends: the next call
     drafts at once, and believes in them still."""
-    remembered, policy = Remembered(), None
+    remembered = Remembered()
     policy, generated = DraftLengthPolicy(1, 4, **remembered), 0
     for step in range(130):
         width = policy.choose([200])
