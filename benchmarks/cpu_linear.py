@@ -108,6 +108,7 @@ def bf16(n: int, k: int):
 def bf16_recorded(n: int, k: int):
     weight, instruction = torch.randn(n, k).bfloat16(), instructions.Instruction(instructions.OPS["DENSE"])
     instruction.b.data, run = weight.data_ptr(), recorder.interpreter()
+    instruction.a.type = instructions.TYPES[torch.bfloat16]
 
     def call(x, weight=weight):
         y = x.new_empty(len(x), n)

@@ -2,7 +2,7 @@
 
     python benchmarks/learning.py [--rows GLOB ...] [--minutes 20 | --steps N] [--start-windows 128] [--starts FOLDER]
         [--tokens FILE --calibration-tokens FILE] [--checkpoints FOLDER] [--seed 0] [--output FILE]
-        [--batch-size 1] [--learning-rate R] [--text-share 0] [--more-text FILE --more-windows N]
+        [--batch-size 1] [--learning-rate R] [--text-share 0] [--more-text FILE --more-windows N] [--device cuda]
     python benchmarks/learning.py --table          # the table of what has been measured
 
 Model, measured texts and calibration text are those of `benchmarks/quality.py`, the text that is trained on is that of
@@ -15,8 +15,10 @@ model as teacher.
 Minutes are CPU minutes of this process, so that a machine that does other things gives the same training: 60 minutes of
 two cores are 120. They are those of the call, with the teacher's forwards, the measuring of held-out text and the
 packing. With --checkpoints an interrupted row goes on, and its minutes count from its beginning (with --steps: from
-the interruption). The model that a row made stays in its folder there. "FLOPs" counts six times the linear parameters a
-token for the student and two for the teacher. Rows named "loss: ..." compare losses at equal minutes.
+the interruption). The model that a row made stays in its folder there. With --device the models train and
+are measured there; such rows are named for it. Their minutes, too, are those that this process computes or waits for.
+"FLOPs" counts six times the linear parameters a token for the student and two for the teacher. Rows named "loss: ..."
+compare losses at equal minutes.
 """
 
 import json
@@ -44,7 +46,7 @@ STARTS = {
     "int3 g64 fast": lambda tokens: weight_only(None, bits=3, group_size=64, quality="fast"),
     "int4 g64": lambda tokens: weight_only(tokens, bits=4, group_size=64, method="mse"),
     "50 %": lambda tokens: sparse(tokens, sparsity=0.5, method="alps"),
-    "2:4": lambda tokens: sparse(tokens, pattern="2:4", method="alps"),
+    "2:4": lambda tokens: sparse(tokens, pattern="2:4", method="alps", refine=True),
     "2:4 int4": lambda tokens: sparse(tokens, pattern="2:4", method="sparsegpt", weights=dict(bits=4, method="gptq")),
     "half the layers": lambda tokens: smaller(tokens, num_hidden_layers=15),
     "0.75 width": lambda tokens: smaller(tokens, intermediate_size=1152),
@@ -97,17 +99,18 @@ def smaller(tokens, **shape):
     return hf_efficient.prune_structure(harness.load(), "shape", shape=shape, calibration=calibration)
 
 
-def started(name: str, calibration: torch.Tensor, folder: Path):
+def started(name: str, calibration: torch.Tensor, folder: Path, device=None):
     """The model that a row starts from, made in `folder` where it is not there."""
     if not folder.is_dir():
         STARTS[name](calibration).save_pretrained(folder)
-    return harness.load(folder)
+    return harness.load(folder, device_map=device)
 
 
 def scores_of(model, name: str, scored: dict, folder: Path | None) -> dict[str, torch.Tensor]:
     """`score`, kept in `folder` where there is one, for these texts."""
     texts = "-".join(digests(scored).values())
-    path = folder and folder / f"{name.replace(' ', '-').replace(':', 'of')}.{texts}.scores.safetensors"
+    kind = "" if model.device.type == "cpu" else f".{model.device.type}"
+    path = folder and folder / f"{name.replace(' ', '-').replace(':', 'of')}.{texts}{kind}.scores.safetensors"
     if path is not None and path.is_file():
         return load_file(path)
     found = score(model, scored)
@@ -126,7 +129,7 @@ def measure(
     result = {"start": start, "function": function, "arguments": {**options, **budget}}
     model, before = None, None
     if start is not None:
-        model = started(start, calibration, starts / start.replace(" ", "-").replace(":", "of"))
+        model = started(start, calibration, starts / start.replace(" ", "-").replace(":", "of"), teacher.device)
         before = scores_of(model, start, scored, kept)
     earlier = seconds_before(budget["checkpoint_dir"])
     began, spent = time.perf_counter(), time.process_time()
@@ -140,7 +143,7 @@ def measure(
     result |= {**done, "wall_seconds": time.perf_counter() - began, "cpu_seconds": spent}
     if budget["checkpoint_dir"] is not None:
         model.save_pretrained(Path(budget["checkpoint_dir"]) / "model")
-    result["peak_memory_bytes"] = memory.peak_memory_bytes(torch.device("cpu"))
+    result["peak_memory_bytes"] = memory.peak_memory_bytes(teacher.device)
     result["floating_point_operations"] = operations(model, teacher, done["tokens"])
     for text, after in score(model, scored).items():
         difference, error = perplexity.paired_difference(after, dense[text])
@@ -202,6 +205,7 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, help="folder that keeps the state of trainings")
     parser.add_argument("--seed", type=int, default=0, help="of the order of the windows; others name their rows")
     parser.add_argument("--save-every", type=int, default=50, help="steps between two checkpoints")
+    parser.add_argument("--device", default="cpu", help="of models and training")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if options.table:
@@ -218,12 +222,13 @@ def main() -> None:
     budget |= {"batch_size": options.batch_size, "learning_rate": options.learning_rate, "seed": options.seed}
     budget["text_share"] = options.text_share
     recovery_training.SAVE_EVERY, progress.TIMES_MEASURED, progress.clock = options.save_every, 2, time.process_time
-    teacher = harness.load()
+    teacher = harness.load(device_map=options.device)
     dense, done = scores_of(teacher, "dense", scored, options.starts), harness.read(options.output, {})
     with tempfile.TemporaryDirectory() as scratch:
         for name in harness.matching(ROWS, options.rows):
             load, starts = os.getloadavg()[1], options.starts or Path(scratch)
             shown_name = name if options.seed == 0 else f"{name}, seed {options.seed}"
+            shown_name += "" if options.device == "cpu" else f", {options.device}"
             kept = options.checkpoints and options.checkpoints / shown_name.replace(" ", "-").replace(":", "of")
             own = budget | {"checkpoint_dir": None if kept is None else str(kept)}
             row = measure(name, teacher, dense, calibration, scored, training, starts, options.starts, own)

@@ -40,9 +40,10 @@ heads and models their share c. `speedup` is tokens per step by v + c.
 With --parts and --ways the other records stay in the file, if they are of the same commit and weights. Each says with
 which `command` it was made, and of how many `texts`.
 
-With --calls N there are N repeats, and `calls` says of each what a call gained: the seconds of the plain call before it
-by its own, their median and quartiles, and what all of them together gained. No drafter should take longer than none
-over 20 calls.
+With --calls N there are N repeats, and `calls` says of each what a call gained: the seconds of a plain call right
+before it by its own, their median and quartiles, and what all of them together gained. That of `generate` is of equal
+calls: as far as it is from 1, other work on the machine moves the others. No drafter should take longer than none over
+20 calls.
 """
 
 import copy
@@ -58,7 +59,7 @@ import harness
 import torch
 from harness import load, rounded
 from speculation_model import add_model
-from speculation_texts import CHAT, copying, long_contexts
+from speculation_texts import CHAT, copied, copying, long_contexts
 
 import hf_efficient
 from hf_efficient.evaluation import environment, samples
@@ -70,15 +71,7 @@ GUESSES, THEIRS = 32, (10, 32)  # prompt_lookup_num_tokens: as many as we may, a
 # Tokens at most: of the copying answers all but one end before.
 NEW = {"copying": 512, "long": 256, "chat": 128}
 PARTS = ("copying-1", "copying-8", "long-1", "chat-1", "chat-8")
-WARM_UPS = 2
-COUNTED = ("draft_seconds", "verify_seconds", "host_seconds")
-
-
-def copied(prompt: list[int], answer: list[int], run: int = 8) -> float:
-    """The share of the answer that stands in the prompt within `run` tokens in a row."""
-    there = {tuple(prompt[i : i + run]) for i in range(len(prompt) - run + 1)}
-    found = [tuple(answer[i : i + run]) in there for i in range(len(answer))]
-    return statistics.mean(any(found[max(0, i - run + 1) : i + 1]) for i in range(len(answer)))
+WARM_UPS, COUNTED = 2, ("draft_seconds", "verify_seconds", "host_seconds")
 
 
 def ceiling(prompt: list[int], answer: list[int]) -> int:
@@ -189,18 +182,25 @@ def about_heads(folder: Path) -> dict:
     }
 
 
-def measure(found: dict, noted: tuple, batches: list[dict], new: int, repeats: int, warm_ups: int) -> dict:
+def measure(
+    found: dict, noted: tuple, batches: list[dict], new: int, repeats: int, warm_ups: int, pairs: bool = False
+) -> dict:
     """name -> seconds [repeats][batches], and of the last repeat ids [batches], what our loop counted [batches], and
-    the seconds of its forwards [batches][...]."""
+    the seconds of its forwards [batches][...]; then the seconds of plain calls [repeats][batches], one right before
+    each call if there are `pairs`."""
     forwards, counts = noted
     options = dict(max_new_tokens=new, do_sample=False)
-    seconds = {name: [[] for _ in range(repeats)] for name in found}
+    seconds, before = ({name: [[] for _ in range(repeats)] for name in found} for _ in range(2))
     outputs, counted, inside = ({name: [None] * len(batches) for name in found} for _ in range(3))
     for repeat in range(-warm_ups, repeats):
         for index, inputs in enumerate(batches):
             for name, (_, _, generate) in found.items():
                 if repeat < 0 and (index > 0 or repeat < -1) and name.startswith("transformers"):
                     continue
+                if pairs and repeat >= 0:
+                    start = time.perf_counter()
+                    found["generate"][2](**inputs, **options)
+                    before[name][repeat].append(time.perf_counter() - start)
                 forwards.clear()
                 counts.clear()
                 start = time.perf_counter()
@@ -208,7 +208,7 @@ def measure(found: dict, noted: tuple, batches: list[dict], new: int, repeats: i
                 if repeat >= 0:
                     seconds[name][repeat].append(time.perf_counter() - start)
                 inside[name][index], counted[name][index] = list(forwards), counts[-1] if counts else None
-    return {name: (seconds[name], outputs[name], counted[name], inside[name]) for name in found}
+    return {name: (seconds[name], outputs[name], counted[name], inside[name], before[name]) for name in found}
 
 
 def rows_of(ids: torch.Tensor, inputs: dict, end: int) -> list[list[int]]:
@@ -219,7 +219,7 @@ def rows_of(ids: torch.Tensor, inputs: dict, end: int) -> list[list[int]]:
 
 def record(kind: str, size: int, name: str, measured: dict, right: str, batches: list[dict], end: int) -> dict:
     """One record, without the ratios."""
-    seconds, outputs, counted, inside = measured[name]
+    seconds, outputs, counted, inside, _ = measured[name]
     rows = [row for output, inputs in zip(outputs, batches) for row in rows_of(output, inputs, end)]
     expected = [row for output, inputs in zip(measured[right][1], batches) for row in rows_of(output, inputs, end)]
     tokens = sum(map(len, rows))
@@ -251,11 +251,11 @@ def record(kind: str, size: int, name: str, measured: dict, right: str, batches:
 
 
 def gains_of_calls(plain: list[list[float]], seconds: list[list[float]]) -> dict:
-    """Of seconds [repeats][batches] without a drafter and with one."""
+    """Of seconds [repeats][batches] without a drafter and with one. Stalls of the machine move what is together."""
     ratios = [before / own for befores, owns in zip(plain, seconds) for before, own in zip(befores, owns)]
     together = sum(map(sum, plain)) / sum(map(sum, seconds))
-    middle = {"median": statistics.median(ratios), "quartiles": harness.quartiles(ratios)}
-    return {"count": len(ratios), **middle, "together": together}
+    counted = {"count": len(ratios), "together": together}
+    return {**counted, "median": statistics.median(ratios), "quartiles": harness.quartiles(ratios)}
 
 
 def goals(lines: list[dict]) -> list[tuple]:
@@ -359,7 +359,7 @@ def main() -> None:
         groups = [[chat] for chat in apart] if size == 1 else [chats]
         batches = [dict(tokenizer.apply_chat_template(group, **template)) for group in groups]
         ways = {name: way for name, way in found.items() if way[1] >= size}
-        measured = measure(ways, noted, batches, new, repeats, 1 if options.quick else WARM_UPS)
+        measured = measure(ways, noted, batches, new, repeats, 1 if options.quick else WARM_UPS, bool(options.calls))
         end = tokenizer.eos_token_id
         some = [record(kind, size, name, measured, ways[name][0], batches, end) for name in ways]
         speed = {line["way"]: line["tokens_per_s"]["median"] for line in some}
@@ -369,7 +369,7 @@ def main() -> None:
             line["ratio"] = {name: speed[line["way"]] / speed[name] for name in plain}
             line["command"] = about["command"]
             if options.calls:
-                line["calls"] = gains_of_calls(measured["generate"][0], measured[line["way"]][0])
+                line["calls"] = gains_of_calls(measured[line["way"]][4], measured[line["way"]][0])
             if "decoded_tokens_per_s" in line:
                 line["decoding_ratio"] = line["decoded_tokens_per_s"] / decoded
                 add_model(line, next(each for each in some if each["way"] == "generate"))

@@ -3,6 +3,7 @@
 import colorsys
 import inspect
 import shlex
+import statistics
 import textwrap
 
 from hf_efficient.evaluation import samples
@@ -53,3 +54,10 @@ def long_contexts(tokenizer) -> list[str]:
         f"```python\n{last(inspect.getsource(textwrap), 1750)}```\n\n{ask.format('shorten')}",
         f"{last(others, 1740)}\n\n{spelling}\n\n{news[2]}",
     ]
+
+
+def copied(prompt: list[int], answer: list[int], run: int = 8) -> float:
+    """The share of the answer that stands in the prompt within `run` tokens in a row."""
+    there = {tuple(prompt[i : i + run]) for i in range(len(prompt) - run + 1)}
+    found = [tuple(answer[i : i + run]) in there for i in range(len(answer))]
+    return statistics.mean(any(found[max(0, i - run + 1) : i + 1]) for i in range(len(answer)))

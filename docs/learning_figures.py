@@ -7,6 +7,7 @@ GPU_RATE = 0.4 * 989e12  # FLOP/s: what trainings commonly reach of an H100's bf
 
 LEARNING_GOALS = {  # perplexity on Wikipedia
     "int2 g64": 36,
+    "int3 g64": 22,
     "int3 g64 fast": 22,
     "int4 g64": 19.9,
     "ternary": 90,
@@ -21,7 +22,8 @@ def learning() -> str:
     """The table of benchmarks/learning.py."""
     found = load("learning")
     rows = []
-    for name, goal in LEARNING_GOALS.items():
+    named = ((name + end, goal) for name, goal in LEARNING_GOALS.items() for end in ("", ", cuda"))
+    for name, goal in named:
         if name not in found:
             continue
         row = found[name]
@@ -30,6 +32,9 @@ def learning() -> str:
         cells.insert(2, str(goal))
         share, minutes = row["arguments"]["text_share"], f"{row['cpu_seconds'] / 60:.0f}"
         gpu = f"{row['floating_point_operations'] / GPU_RATE:.1f}"
+        device = row["environment"]["hardware"]["gpu"]
+        if device is not None:
+            name, minutes = name.removesuffix(", cuda"), f"{minutes}, {device}"
         rows.append([name, f"{share:g}", str(row["tokens"]), minutes, gpu, *cells])
     dense = next(iter(found.values()))
     whole = [f"{dense[text]['perplexity_dense']:.2f}" for text in ("wikipedia", "news")]

@@ -1,3 +1,4 @@
+import gc
 import os
 import tempfile
 
@@ -37,6 +38,13 @@ def pytest_collection_modifyitems(items):
 def _tier_of(item) -> str | None:
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     return parameters.get("tier", parameters.get("tier_or_torch"))
+
+
+def pytest_collection_finish():
+    """Collections pass over what imports made, among it a million objects of torch and transformers: a collection takes
+    0.2 s else, and `generate_batch` asks for two."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -66,8 +66,9 @@ ROOMS = {
     "generation.speculation": "",
     # kernels.attention and kernels.linear: the fused operators that captures on a GPU use
     "generation.replay": "cache cache.bookkeeping cache.stores kernels kernels.replay kernels.attention kernels.linear",
+    # kernels.attention: layers of drafters that keep keys and values of their own
     "generation.drafters": "generation generation.speculation generation.replay cache.bookkeeping configs methods "
-    "layers kernels.replay",
+    "layers kernels.replay kernels.attention",
     "generation.speculation.options": "generation.speculation generation.drafters",
     "generation.decode": "generation generation.speculation generation.speculation.options generation.replay "
     "generation.drafters cache",

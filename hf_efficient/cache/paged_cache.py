@@ -1,6 +1,7 @@
 """`PagedCache`: a transformers cache whose keys and values lie in blocks of a pool."""
 
 import copy
+import functools
 
 import torch
 from transformers.cache_utils import Cache
@@ -159,11 +160,11 @@ class PagedCache(DecodeStepMixin, MovesMixin, Cache):
     def batch_size(self) -> int:
         return len(self.state.pool.lengths) or -1
 
-    @property
+    @functools.cached_property
     def _paged_layers(self) -> list[PagedLayer]:
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
 
-    @property
+    @functools.cached_property
     def recurrent_layers(self) -> list:
         """The `RecurrentLayer`s, which hold the states of layers that have one."""
         return recurrent_of(self.layers)

@@ -74,30 +74,31 @@ def _can_share_cache(request: GenerationRequest) -> bool:
         return captures and not request.returns_dict
     if request.replaces_sample or not request.returns_dict:
         return True
-    # In the cache that is returned, windows count padding and other attentions look for it. Batches of more sequences
-    # than a capture holds gain nothing.
+    # In the cache that is returned "sdpa" looks for the padding. Batches of more sequences than a capture holds gain
+    # nothing.
     mask = request.attention_mask
-    return request.batch_size <= MAX_TOKENS and not (mask is not None and bool((mask == 0).any()))
+    is_padded = mask is not None and bool((mask == 0).any())
+    return request.batch_size <= MAX_TOKENS and not (is_padded and model_state.current(request.model).pool.over_pages)
 
 
-def _pause(request: GenerationRequest):
+def _pause(request: GenerationRequest, is_capturable: bool):
     """The `AcceptanceStatistics` of a drafter that reads hidden states and whose pause outlasts a greedy call, which
     can do without them; else None."""
     drafter, speculation = request.drafter, request.speculation
     if drafter is None or not drafter.reads_hidden or not speculation.adapts or request.generation_config.do_sample:
         return None
-    known = model_state.state_of(request.model).drafter(speculation.remembered_by).statistics
-    statistics = known.get(request.batch_size)
+    known = model_state.state_of(request.model).drafter(speculation.remembered_by)
+    statistics = (known.statistics if is_capturable else known.eager_statistics).get(request.batch_size)
     steps = request.max_length - request.input_ids.shape[1]
     return statistics if statistics is not None and statistics.steps_to_trial > steps else None
 
 
 def _run_over_pool(request: GenerationRequest, version: model_state.ModelVersion | None):
-    if (pause := _pause(request)) is not None:
-        request = request.without_drafter()
     model = request.model
     with torch.inference_mode(False), torch.no_grad():  # inference mode hides the operators of a forward from captures
         version = version or model_state.current(model)
+        if (pause := _pause(request, version.is_capturable)) is not None:
+            request = request.without_drafter()
         hidden_layers = None if request.drafter is None else request.drafter.hidden_layers
         entry = version.pool.take(
             model.config,
@@ -159,15 +160,17 @@ def _draft_length(request: GenerationRequest, target: RaggedModel) -> DraftLengt
     if drafter is None or not speculation.adapts:
         return None
     state = model_state.state_of(request.model)
+    known = state.drafter(speculation.remembered_by)
     return length_policy(
         request.batch_size,
         drafter.max_tokens,
-        state.latency,
-        state.drafter(speculation.remembered_by).statistics,
+        state.latency if target.is_capturable else state.eager_latency,
+        known.statistics if target.is_capturable else known.eager_statistics,
         timed=not (drafter.draws and request.generation_config.do_sample),
         draft_cost=drafter.relative_cost,
         padded=target.padded,
         capture_seconds=target.capture_seconds,
+        captures_so_far=target.captures_so_far,
         target=target,
     )
 

@@ -12,7 +12,7 @@ from hf_efficient.generation.request import GenerationRequest
 from hf_efficient.generation.sequences import Sequences
 from hf_efficient.generation.speculation.draft_length import DraftLengthPolicy
 from hf_efficient.generation.speculation.proposal import MAX_NODES, Proposal
-from hf_efficient.generation.speculation.token_tree import ancestors
+from hf_efficient.generation.speculation.token_tree import ancestors, depths_of
 from hf_efficient.generation.speculation.verification import verify
 
 
@@ -67,7 +67,7 @@ class SpeculativeLoop:
             self.seconds = dict.fromkeys(self.seconds, 0.0)  # the first token belongs to the prompt's forward
             self._run_ahead() if self._runs_ahead else self._run_steps()
         if policy is not None:
-            policy.finish()
+            policy.finish(max(sequences.generated))
         for name, seconds in self.seconds.items():
             setattr(self.statistics, f"{name}_seconds", seconds)
 
@@ -136,13 +136,17 @@ class SpeculativeLoop:
         sequences, drafter, policy, nodes = self.sequences, self.drafter, self.draft_length, MAX_NODES
         if drafter is None:
             return None
-        limits = sequences.limits
         if policy is not None:
             if drafter.watches and policy.watches:
                 if not self._drafter_has_begun:
                     self._begin()
-                if drafter.stirs():
-                    policy.wake()
+                if repeated := drafter.stirs():
+                    policy.wake(repeated)
+            if policy.rests():
+                self._spend("draft")
+                return None
+        limits = sequences.limits
+        if policy is not None:
             limits = policy.depths(limits, self._growing)
             if policy.has_confidence:  # `trim` cuts off more than that
                 nodes = min(nodes, policy.max_width(len(limits)))
@@ -155,6 +159,7 @@ class SpeculativeLoop:
                 proposal = proposal.chain()
         if proposal is not None and policy is not None:
             proposal = policy.trim(proposal)
+        proposal = proposal and proposal.simplest()
         self._spend("draft")
         return proposal
 
@@ -169,9 +174,7 @@ class SpeculativeLoop:
             if sequences.processors_read_ids:
                 sequences.write(proposal.tokens)
         self._fed, counts = fed, None
-        has_ended = self._growing < len(fed)
-        if self.drafter is not None and (proposal is not None or has_ended) and target.packs:
-            # sequences that have ended take no token
+        if self.drafter is not None and target.packs and (proposal is not None or self._leaves_out_ended(len(fed))):
             drafts = [0] * len(fed) if proposal is None else proposal.counts.tolist()
             counts = [(1 + count) * sequences.unfinished(b) for b, count in zip(sequences.live, drafts)]
         first = [total - 1 for total in self._generated()]
@@ -197,11 +200,10 @@ class SpeculativeLoop:
             index = pad(verified.path + 1, (1, 0))[..., None]
             collected = [x.gather(1, index.expand(-1, -1, x.shape[-1])) for x in collected]
         new, accepted, drafted = sequences.extend(verified.tokens, verified.accepted, counts, *collected)
-        depths, path = drafted, None
+        depths, columns = drafted, None  # columns: of the forward, that each sequence's new tokens follow
         if is_tree:
-            is_real = torch.arange(width, device=counts.device) < counts[:, None]
-            depths = (torch.where(is_real, self._tree[:, 1:].sum(-1) - 1, 0)).amax(1).tolist()
-            path = verified.path.tolist()
+            depths, paths = depths_of(proposal), zip(verified.path.tolist(), new)
+            columns = [[0, *(node + 1 for node in path[: len(kept) - 1])] for path, kept in paths]
         verify_seconds = self._spend("verify")
         if self.statistics.steps:
             self._learn(proposal, new, accepted, drafted, depths, verify_seconds)
@@ -212,11 +214,10 @@ class SpeculativeLoop:
                 has_ended = torch.tensor([not kept for kept in new], device=counts.device)
                 drafter.observe(self._fed, counts.masked_fill(has_ended, -1), logits)
             if self._drafter_has_begun:
-                drafter.accept(new, self._hidden_of(verified.path, max(map(len, new))))
+                drafter.accept(new, self._hidden_of(columns, max(map(len, new))))
             self._spend("draft")
         # the last token of a sequence is the target's own: no forward has read it
         if is_tree:
-            columns = [[0, *(node + 1 for node in nodes[: len(kept) - 1])] for nodes, kept in zip(path, new)]
             target.keep([some if kept else [] for some, kept in zip(columns, new)])
         return self._select()
 
@@ -245,7 +246,7 @@ class SpeculativeLoop:
             if following is not None:
                 following.select(going)
             if self.draft_length is not None:
-                self.draft_length.select(going)
+                self.draft_length.select(going, max(sequences.generated[b] for b in sequences.live))
             if self._drafter_has_begun and self.statistics.steps:
                 self.drafter.select(going)
         unread = 0 if following is not None and going else 1  # newest tokens that no forward has read
@@ -267,17 +268,28 @@ class SpeculativeLoop:
         pays = max(self.sequences.limits) >= MIN_TOKENS_TO_CAPTURE or not self.target.capture_seconds(len(going), 1)
         return len(going) <= rows // 2 and pays
 
+    def _leaves_out_ended(self, rows: int) -> bool:
+        """Whether sequences that have ended take no token of a plain step: where that needs no capture, or pays for one
+        as in `_others_leave`."""
+        if self._growing == rows:
+            return False
+        is_long = self._growing <= rows // 2 and max(self.sequences.limits) >= MIN_TOKENS_TO_CAPTURE
+        return is_long or not self.target.packed_capture_seconds(rows, self._growing)
+
     def _generated(self) -> list[int]:
         """Generated tokens of each live sequence."""
         return [length - self.sequences.prompt_length for length in self.sequences.lengths]
 
-    def _hidden_of(self, path: torch.Tensor | None, longest: int) -> torch.Tensor | None:
-        """The hidden states of the last forward that predicted each new token, float [rows, longest, hidden size]."""
+    def _hidden_of(self, columns: list[list[int]] | None, longest: int) -> torch.Tensor | None:
+        """The hidden states of the last forward that predicted each new token, float [rows, longest, hidden size], in
+        these columns of each sequence; None: the first ones."""
         hidden = self.target.hidden
         if hidden is None:
             return None
-        path = self._fed[:, :0] if path is None else path
-        index = pad(path + 1, (1, 0))[:, :longest, None].to(hidden.device)
+        if columns is None or all(some == list(range(len(some))) for some in columns):
+            return hidden[:, :longest].clone()  # the next forward may overwrite it
+        padded = [(some + [0] * longest)[:longest] for some in columns]
+        index = torch.tensor(padded, device=hidden.device)[..., None]
         return hidden.gather(1, index.expand(-1, -1, hidden.shape[-1]))
 
     def _spend(self, name: str) -> float:

@@ -48,10 +48,12 @@ class DrafterState:
     """What is remembered of a drafter for one target.
 
     statistics: sequences in the batch -> acceptance statistics.
+    eager_statistics: the same of calls whose forwards cannot be captured: drafts cost another share of them.
     few_bit_layers: of `SelfSpeculation`: the (device, dtype) they were made for, and the layers by name.
     """
 
     statistics: dict[int, AcceptanceStatistics] = field(default_factory=dict)
+    eager_statistics: dict[int, AcceptanceStatistics] = field(default_factory=dict)
     few_bit_layers: tuple[tuple, dict] | None = None
 
 
@@ -59,7 +61,7 @@ class ModelState:
     """What is remembered of a model as long as it lives. A change of the model replaces `version` only."""
 
     def __init__(self):
-        self.latency = LatencyModel()
+        self.latency, self.eager_latency = LatencyModel(), LatencyModel()  # the latter of forwards not to be captured
         self.version: ModelVersion | None = None
         self._drafters: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 

@@ -4,7 +4,7 @@ end in one row."""
 import torch
 
 from hf_efficient.cache.bookkeeping.tensors import to_device
-from hf_efficient.generation.replay.captured_forward import packed_width, tree_bits
+from hf_efficient.generation.replay.captured_forward import captures_so_far, packed_width, tree_bits
 
 
 class PackedReading:
@@ -33,6 +33,8 @@ class PackedReading:
     def padded(self, rows: int, columns: int) -> int:
         """How many positions a forward of `rows` sequences and `columns` positions computes."""
         return columns if self.captured is None or self.extra else self.captured.positions(rows, columns)
+
+    captures_so_far = staticmethod(captures_so_far)
 
     def capture_seconds(self, rows: int, columns: int) -> float:
         """Seconds of capturing the next forward of `rows` sequences and `columns` positions; 0.0 where it is captured

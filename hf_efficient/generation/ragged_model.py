@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch.nn.functional import pad
@@ -75,7 +75,7 @@ class RaggedModel(PromptReading, PackedReading):
         self.limits_logits, self.device = limits_logits(model), model.device
         self._cached = {cache_name(): cache, "use_cache": True}
 
-    @property
+    @cached_property
     def takes_trees(self) -> bool:
         """Whether a forward may read token trees: the cache can keep one path, and the attention takes their mask."""
         config = self.model.config.get_text_config(decoder=True)

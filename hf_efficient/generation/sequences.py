@@ -99,6 +99,7 @@ class Sequences:
         self.generated = [0] * self.batch_size
         self.newest = self.tokens[:, self.prompt_length - 1].tolist()  # the last token of each sequence
         self.stopped_at: list[int | None] = [None] * self.batch_size  # length at which a sequence stopped
+        self._running = self.batch_size  # sequences that have not stopped
         self._index = torch.arange(self.batch_size, device=self.device)  # `live` on the device
 
         self.processors = [(kind, list(group)) for kind, group in groupby(processors, kind_of)]
@@ -250,7 +251,9 @@ class Sequences:
         if self.pads_finished and any(self.stopped_at):
             has_ended = [[self.stopped_at[b] is not None] for b in self.live]
             tokens = torch.where(torch.tensor(has_ended, device=self.device), self.padding, tokens)
-        if read is None and accepted is not None:
+        if read is None and accepted is not None and self.device.type == "cpu":
+            host = [[*row[:2], *row[2]] for row in zip(accepted.tolist(), counts.tolist(), tokens.tolist())]
+        elif read is None and accepted is not None:
             host = torch.cat([accepted[:, None], counts[:, None], tokens], 1).tolist()
         else:
             host = [[0, 0, *row] for row in (tokens.tolist() if read is None else read)]
@@ -261,7 +264,7 @@ class Sequences:
                 ends = next((i + 1 for i in range(keep) if row[2 + i] in self.eos), None)
                 if ends or length + keep == self.max_length:
                     keep = ends or keep
-                    self.stopped_at[b] = length + keep
+                    self._stop(b, length + keep)
             kept.append(keep)
         for collected, values in ((self.scores, scores), (self.logits, logits)):
             if collected is not None:
@@ -293,8 +296,12 @@ class Sequences:
         if self.end_one_by_one:
             return self.stopped_at[b] is None
         length = self.prompt_length + self.generated[b]
-        running = any(stop is None for stop in self.stopped_at)
-        return length < self.max_length and (running or length < max(self.stopped_at))
+        return length < self.max_length and (self._running > 0 or length < max(self.stopped_at))
+
+    def _stop(self, b: int, length: int) -> None:
+        """Sequence b ends with `length` tokens, its prompt among them, or earlier than it was to."""
+        self._running -= self.stopped_at[b] is None
+        self.stopped_at[b] = length
 
     def select(self, rows: list[int]) -> None:
         """Only these sequences (indices into `live`) go on."""
@@ -366,6 +373,6 @@ class Sequences:
             for row, position in pairs:
                 b, end = self.live[row], length + 1
                 if stops[b] and (self.stopped_at[b] is None or self.stopped_at[b] > end):
-                    self.stopped_at[b] = end
+                    self._stop(b, end)
                     if self.end_one_by_one:
                         kept[row] = position + 1

@@ -11,9 +11,9 @@ from test_drafters import append, sequences_of
 from transformers import AutoModelForCausalLM
 
 from hf_efficient import EagleHead, MedusaHeads, Speculation, WeightOnlyConfig, enable_speculation
-from hf_efficient.generation.drafters import eagle_cache, eagle_tree
+from hf_efficient.generation.drafters import eagle_chain, eagle_tree
 from hf_efficient.generation.drafters.medusa import static_tree
-from hf_efficient.generation.speculation.token_tree import best_first
+from hf_efficient.generation.speculation.token_tree import best_first, trees_of
 from hf_efficient.generation.training import distill as training
 from hf_efficient.generation.training.rows import Row
 from hf_efficient.kernels.replay import function, recorder
@@ -151,7 +151,7 @@ class TestEagle:
         if parts:
             monkeypatch.setattr(eagle_tree, "PADDED_WIDTH", 2)
             monkeypatch.setattr(eagle_tree, "PREFILL_TOKENS", 3)
-            monkeypatch.setattr(eagle_cache, "MAX_CAPTURED_TOKENS", 0)
+            monkeypatch.setattr(eagle_chain, "MAX_CAPTURED_TOKENS", 0)
         heads.nodes, heads.beam = 4, 1
         for generated, drafting in ((1, False), (3, False), (3, True)):
             self.begin(heads, target, self.ROWS, generated, drafting)
@@ -179,23 +179,24 @@ class TestEagle:
         found = []
         for patched in (False, True):
             if patched:
-                monkeypatch.delattr(eagle_cache.EagleCache, "chain")
+                monkeypatch.setattr(eagle_tree.EagleLayer, "_chains", False)
             for limits in ([4, 2, 1], [5, 5, 5], [1, 1, 1]):
                 self.begin(heads, target, self.ROWS, 3)
                 found.append(heads.propose(limits, 63))
-        for chain, loop in zip(found[:3], found[3:]):
-            for name in ("tokens", "counts", "parents"):
-                assert torch.equal(getattr(chain, name), getattr(loop, name)), name
-            assert_close(chain.confidence, loop.confidence, 1e-5, 1e-5, "products of float32 in another order")
+        for proposals in zip(found[:3], found[3:]):
+            for chain, loop in zip(*map(trees_of, proposals), strict=True):
+                assert (chain.tokens, chain.parents) == (loop.tokens, loop.parents)
+                assert chain.confidence == pytest.approx(loop.confidence, rel=1e-4), "float32 sums in another order"
         monkeypatch.undo()
         monkeypatch.setattr(eagle_tree, "MIN_REACH", 1.1)
         assert heads.propose([5, 5, 5], 63).width == eagle_tree.BRANCHES, "one depth"
 
     @torch.no_grad()
-    def test_sequences_do_not_touch_each_other(self, target, trained, monkeypatch):
+    @pytest.mark.parametrize("beam", [4, 1])
+    def test_sequences_do_not_touch_each_other(self, beam, target, trained, monkeypatch):
         monkeypatch.setattr(eagle_tree, "MIN_REACH", 0.0)  # the depth of all rows follows the surest one
         heads = trained[EagleHead]
-        heads.nodes, heads.beam = 16, 4
+        heads.nodes, heads.beam = 16, beam
         self.begin(heads, target, self.ROWS, 2)
         heads.select([0, 2])
         batch = heads.propose([3, 5], 63)
@@ -209,10 +210,11 @@ class TestEagle:
             reason = "float32 sums in another order"
             assert_close(batch.confidence[b], alone.confidence[0], 1e-4, 1e-4, reason)
 
+    @pytest.mark.parametrize("beam", [4, 1])
     @torch.no_grad()
-    def test_captures_follow_the_weights_and_stay_out_of_copies(self, target, trained, monkeypatch):
+    def test_captures_follow_the_weights_and_stay_out_of_copies(self, beam, target, trained, monkeypatch):
         heads = copy.deepcopy(trained[EagleHead])
-        heads.nodes, heads.beam = 16, 4
+        heads.nodes, heads.beam = 16, beam
         proposals = []
         for step in range(3):
             if step == 2:  # the same without a capture
@@ -378,7 +380,7 @@ def test_matrices_of_an_eagle_head_in_few_bits(bits, least, most, target, text, 
     rounded = generate(target, batch, heads)
     assert torch.equal(rounded.sequences, plain) and torch.equal(dense.sequences, plain)
     assert rounded.accepted_tokens.sum() > 0.8 * dense.accepted_tokens.sum() > 0
-    functions = [f for cache in heads._captures.values() for f in (*cache._captures.values(), cache._captured_chain)]
+    functions = [f for cache in heads._captures.values() for f in cache._captures.values()]
     if interpreter() is not None:
         assert all(f._can_capture for f in functions) and any(f._captures for f in functions)
     for name, product in products.items():

@@ -15,6 +15,7 @@ from hf_efficient.generation.replay.captured_forward import PACKED_WIDTHS, Captu
 from hf_efficient.generation.speculation.latency_model import LatencyModel
 from hf_efficient.generation.speculation.packed_length import PackedLengthPolicy
 from hf_efficient.generation.speculation.proposal import Proposal
+from hf_efficient.kernels.replay.recorder import interpreter
 
 
 NEW = 24
@@ -145,6 +146,20 @@ def test_a_call_within_a_pause_reads_no_hidden_states(monkeypatch):
     monkeypatch.setattr(EagleHead, "begin", None)
     assert torch.equal(target.generate(**inputs, **options, assistant_model=heads), plain)
     assert known.steps_to_trial == 15
+
+
+@pytest.mark.skipif(interpreter() is None, reason="nothing is captured without the C++ kernels")
+def test_eager_forwards_say_nothing_of_captured_ones():
+    """Over the cache that a padded batch with "sdpa" returns nothing is captured: its forwards take several times as
+    long, which later calls must not believe of theirs."""
+    target, inputs = enable_speculation(tiny_model("llama")), left_padded_batch([3, 5])
+    target.set_attn_implementation("sdpa")
+    options = dict(max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3)
+    state = model_state.state_of(target)
+    target.generate(**inputs, **options, return_dict_in_generate=True)
+    assert state.eager_latency.forward_seconds.largest and not state.latency.forward_seconds.largest
+    target.generate(**inputs, **options)
+    assert state.latency.forward_seconds.largest
 
 
 def test_a_sampled_call_within_a_pause_does_not_watch(monkeypatch):

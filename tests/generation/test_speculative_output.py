@@ -6,9 +6,9 @@ import draft_models
 import pytest
 import torch
 from draft_models import GREEDY, NEW, Recorder, counting, drafting, end_token, fixed
-from helpers import tiny_model
+from helpers import left_padded_batch, tiny_model
 
-from hf_efficient import PagedCache, PromptLookup, speculative_generate
+from hf_efficient import PagedCache, PromptLookup, enable_speculation, speculative_generate
 from hf_efficient.generation import model_state
 from hf_efficient.generation.output import SpeculativeOutput
 from hf_efficient.kernels.replay.recorder import interpreter
@@ -76,6 +76,27 @@ def test_a_returned_cache_is_the_callers(attention, llama):
     target.generate(ids, **options, max_new_tokens=NEW, repetition_penalty=2.0)
     expected = target.generate(output.sequences, **options, max_new_tokens=40)
     assert torch.equal(target.generate(output.sequences, past_key_values=cache, **options, max_new_tokens=40), expected)
+
+
+@pytest.mark.skipif(interpreter() is None, reason="nothing is captured without the C++ kernels")
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3", "gpt2"])
+def test_the_returned_cache_of_a_padded_batch_goes_on(architecture):
+    """The next forward over it gives the logits of the whole text. Its own forwards were captured."""
+    target = enable_speculation(tiny_model(architecture, eos_token_id=None)).eval()
+    target.set_attn_implementation("flash_paged")
+    batch, new = left_padded_batch([3, 9]), 12
+    options = dict(max_new_tokens=new, min_new_tokens=new, do_sample=False, prompt_lookup_num_tokens=3)
+    output = target.generate(**batch, **options, return_dict_in_generate=True)
+    ids, cache = output.sequences, output.past_key_values
+    mask = torch.cat([batch["attention_mask"], torch.ones(2, new, dtype=torch.int64)], 1)
+    positions, seen = (mask.cumsum(1) - 1).clamp(min=0), cache.get_seq_length()
+    assert seen == ids.shape[1] - 1 and cache.state.pool.num_blocks is None
+    with torch.no_grad():
+        expected = target(ids, attention_mask=mask, position_ids=positions).logits[:, -1]
+        last = dict(attention_mask=mask, position_ids=positions[:, seen:], past_key_values=cache)
+        actual = target(ids[:, seen:], **last).logits[:, -1]
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)  # the same float32 sums in another order
+    assert model_state.latest(target).pool.entries
 
 
 def test_fewer_forwards_than_tokens_when_the_draft_is_right(llama, monkeypatch):

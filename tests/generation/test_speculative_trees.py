@@ -1,6 +1,7 @@
 """Token trees: several continuations in one forward, one of them kept, and the output of plain generation."""
 
 import draft_models
+import numpy as np
 import pytest
 import torch
 from draft_models import GREEDY, NEW, Observer, fixed, models
@@ -15,7 +16,7 @@ from hf_efficient import (
     speculative_generate,
 )
 from hf_efficient.generation.speculation.proposal import Proposal
-from hf_efficient.generation.speculation.token_tree import ancestors
+from hf_efficient.generation.speculation.token_tree import ancestors, best_first, spine_first, trees_of
 from hf_efficient.generation.speculation.verification import verify
 
 
@@ -113,6 +114,14 @@ def test_a_seed_gives_the_same_text_whatever_is_drafted(llama):
     assert not torch.equal(target.generate(**options, draft_model=Tree(plain)), texts[0])
 
 
+def test_a_tree_that_does_not_branch_is_a_chain():
+    tokens, counts = torch.arange(6).view(2, 3), torch.tensor([3, 1])
+    straight = Proposal(tokens, counts, None, torch.tensor([[-1, 0, 1], [-1, -1, -1]]), torch.ones(2, 3))
+    assert straight.simplest().parents is None and straight.simplest().confidence is straight.confidence
+    branched = Proposal(tokens, torch.tensor([3, 2]), None, straight.parents)
+    assert branched.simplest() is branched
+
+
 def test_ancestors():
     parents = torch.tensor([[-1, -1, 0, 2, 1]])
     assert ancestors(parents)[0].long().tolist() == [
@@ -171,3 +180,20 @@ def test_other_types_of_options_are_refused():
         Speculation(model, adaptive=1)
     with pytest.raises(TypeError, match="acceptance='str': expected a TypicalAcceptance or None"):
         model.generate(**batch, assistant_model=Speculation(model, "typical"), max_new_tokens=2)
+
+
+def test_a_spine_is_the_tree_whose_first_guesses_alone_go_on():
+    chances = np.sort(np.random.default_rng(0).random((3, 4, 5), np.float32))[..., ::-1].copy()
+    tokens = np.arange(60).reshape(3, 4, 5)
+    likely = np.concatenate([np.ones((3, 1), np.float32), chances[:, :-1, 0].cumprod(1)], 1)
+    depths = np.arange(1, 5).repeat(5)
+    parents = np.broadcast_to(np.maximum((depths - 2) * 5, -1), (3, 20))
+    candidates = tokens.reshape(3, 20), (chances * likely[..., None]).reshape(3, 20), parents, depths
+    for limits, nodes in (([4, 4, 4], 63), ([3, 0, 4], 6), ([1, 1, 0], 3)):
+        expected = trees_of(best_first(*candidates, limits, nodes, "cpu"))
+        for tree, other in zip(trees_of(spine_first(tokens, chances, limits, nodes, "cpu")), expected, strict=True):
+            assert (tree.tokens, tree.parents) == (other.tokens, other.parents)
+            assert tree.confidence == pytest.approx(other.confidence, rel=1e-6)
+    chances[:, 1:] = np.nan
+    assert spine_first(tokens, chances, [4, 4, 4], 63, "cpu").width == 5
+    assert spine_first(tokens, chances[:, 1:], [4, 4, 4], 63, "cpu") is None

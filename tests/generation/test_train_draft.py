@@ -1,6 +1,7 @@
 """Training of draft heads, from the text that the model writes to the saved heads."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from safetensors.torch import load_file
 from hf_efficient import DraftHeads, Speculation, enable_speculation, train_draft
 from hf_efficient.cli import main
 from hf_efficient.generation import model_state
-from hf_efficient.generation.training import text
+from hf_efficient.generation.training import target_states, text
+from hf_efficient.generation.training.distill import batch_rows
 from hf_efficient.generation.training.prompts import default_prompts
 from hf_efficient.generation.training.rows import Row, load_rows, split_rows
+from hf_efficient.generation.training.target_states import are_kept, hidden_of
 from hf_efficient.generation.training.text import own_prompts
 from hf_efficient.generation.training.train_draft import HELD_OUT, KINDS
 
@@ -60,6 +63,68 @@ def test_text_is_the_targets_own_with_its_hidden_states(number, tmp_path):
     stamp = path.stat().st_mtime_ns
     assert text.generate_text(model, tokenizer, PROMPTS, tmp_path / "ended", number, **answers) == path
     assert path.stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_where_states_are_not_kept_they_are_computed_again(number, tmp_path, monkeypatch):
+    """As on an accelerator: the text is as good, its rows end as they do otherwise, and the states are the same."""
+    model, tokenizer = tiny_model("llama", eos_token_id=None, num_hidden_layers=5), tiny_tokenizer()
+    answers = dict(batch_size=4, max_new_tokens=20, seed=0)
+    (tmp_path / "kept").mkdir()
+    free = load_rows([text.generate_text(model, tokenizer, PROMPTS, tmp_path, number, **answers)])
+    ends = [free[0].tokens[free[0].prompt + 4].item(), free[2].tokens[free[2].prompt].item()]
+    model.generation_config.eos_token_id = ends
+    kept = load_rows([text.generate_text(model, tokenizer, PROMPTS, tmp_path / "kept", number, **answers)])
+    monkeypatch.setattr(text, "are_kept", lambda model: False)
+    (tmp_path / "not").mkdir()
+    rows = load_rows([text.generate_text(model, tokenizer, PROMPTS, tmp_path / "not", number, **answers)])
+    assert all(row.hidden is None for row in rows)
+    for row in rows:
+        answer = row.tokens[row.prompt :].tolist()
+        assert 1 < len(answer) and not set(answer[:-1]) & set(ends) and (len(answer) == 20 or answer[-1] in ends)
+    if number == 0:
+        assert [row.tokens.tolist() for row in rows] == [row.tokens.tolist() for row in kept], "greedy"
+    without = [Row(row.tokens, None, row.prompt) for row in kept]
+    for row, again in zip(kept, hidden_of(model, without)):
+        assert_close(
+            again, row.hidden, 1e-4, 1e-3, "float32 sums of a batch with padding and a cache, in another order"
+        )
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_heads_learn_without_kept_states(kind, target, tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "are_kept", lambda model: False)
+    heads = train_draft(*target, tmp_path / "heads", kind=kind, **SMALL)
+    assert all(0 <= sum(depth) <= 1 for depth in heads.accuracies)
+    assert all(parameter.isfinite().all() for parameter in heads.parameters())
+
+
+def test_states_are_kept_where_they_cannot_be_computed_again(target, monkeypatch):
+    """A model whose prompts see ahead has other states with the answer behind them."""
+    assert are_kept(target[0])
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(target_states, "sees_ahead", lambda model: False)
+    monkeypatch.setattr(target_states, "first_position", lambda model: 0)
+    assert not are_kept(on_gpu)
+    monkeypatch.setattr(target_states, "first_position", lambda model: 1)
+    assert are_kept(on_gpu)
+    monkeypatch.setattr(target_states, "sees_ahead", lambda model: True)
+    with pytest.raises(ValueError, match="text without hidden states"):
+        hidden_of(target[0], [Row(torch.arange(4), None, 2)])
+
+
+def test_a_step_has_more_answers_where_there_are_many_on_an_accelerator():
+    gpu, cpu = (SimpleNamespace(device=torch.device(kind)) for kind in ("cuda", "cpu"))
+    assert [batch_rows(gpu, answers) for answers in (10, 1_140, 24_000, 10**6)] == [8, 8, 93, 128]
+    assert batch_rows(cpu, 10**6) == 8
+
+
+@pytest.mark.gpu
+def test_heads_learn_on_an_accelerator(tmp_path):
+    model, tokenizer = tiny_model("llama", eos_token_id=None).cuda(), tiny_tokenizer()
+    train_draft(model, tokenizer, tmp_path / "heads", **SMALL)
+    loaded = DraftHeads.from_pretrained(tmp_path / "heads")
+    assert all(parameter.isfinite().all() for parameter in loaded.parameters())
 
 
 def test_an_answer_of_one_token_is_left_out(target, tmp_path):

@@ -28,8 +28,22 @@ def patch_the_language_once():
     interpreter._patch_lang = once
 
 
+def leave_out_what_nobody_reads():
+    """The interpreter computes whether whole numbers overflow, ten operations each, and drops the answer (its `debug`
+    is off), which is half of its time; and it builds its table of NumPy's dtypes for each value."""
+    import triton.language as tl
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
+
+    TritonSemantic.binary_op_sanitize_overflow_impl = lambda self, lhs, rhs, operation: None
+    tl.pointer_type.__hash__ = lambda self: hash(self.name)
+    looked_up = functools.cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda dtype: looked_up(getattr(dtype, "scalar", dtype))
+
+
 if INTERPRETED:
     patch_the_language_once()
+    leave_out_what_nobody_reads()
 
 
 class InterpretedFile(pytest.Module):

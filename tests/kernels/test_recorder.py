@@ -14,6 +14,7 @@ from hf_efficient import PagedCache, WeightOnlyConfig, enable_speculation
 from hf_efficient.generation import loop, model_state
 from hf_efficient.generation.replay.captured_forward import can_be_captured
 from hf_efficient.kernels.replay import fusion
+from hf_efficient.kernels.replay.likeliest import MOST
 from hf_efficient.kernels.replay.recorder import Capture, NotReplayable, _interpret, as_one_step, interpreter
 
 
@@ -122,7 +123,7 @@ def test_what_the_interpreter_does_not_know_is_called():
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "width"), [(1, 7, 64), (3, 4, 40), (6, 33, 100), (11, 64, 96), (27, 71, 96), (75, 97, 64)]
+    ("rows", "columns", "width"), [(1, 7, 64), (3, 4, 40), (6, 33, 100), (23, 64, 96), (27, 71, 96), (75, 97, 64)]
 )
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_dense_products(rows, columns, width, has_bias, tier):
@@ -134,8 +135,8 @@ def test_dense_products(rows, columns, width, has_bias, tier):
     expected = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
     # float32 sums of exact products, rounded once
     torch.testing.assert_close(capture.replay().double(), expected, rtol=2**-8, atol=1e-4)
-    # a row has the same bits alone and among others; from 12 rows on, which are laid out, among 12 and among more
-    few, compared = (12, rows // 12 * 12) if rows >= 12 else (1, rows)
+    # a row has the same bits alone and among others; from 24 rows on, which are laid out, among 24 and among more
+    few, compared = (24, rows // 24 * 24) if rows >= 24 else (1, rows)
     alone = [Capture(lambda some=some: F.linear(some, weight, bias)).replay() for some in x[:compared].split(few)]
     assert torch.equal(torch.cat(alone), capture.replay()[:compared])
     parts = [None if part is None else part[:64].float() for part in (x, weight[:64], bias)]  # of more rows torch's
@@ -162,6 +163,30 @@ def test_where_the_largest_is(dtype, width, tier):
     for sign in (1.0, -1.0):
         x.copy_(torch.where(torch.rand(x.shape) < 0.1, torch.tensor(torch.nan).copysign(torch.tensor(sign)), few))
         assert torch.equal(capture.replay(), x.argmax(-1))
+
+
+@pytest.mark.parametrize("rows, width, wanted", [(1, 4096, 8), (3, 5, 5), (40, 1300, MOST), (2, 17, 1)])
+def test_the_largest_of_rows(rows, width, wanted, tier):
+    x = torch.randn(rows, width)
+    capture = Capture(lambda: torch.ops.hf_efficient.likeliest(x, wanted))
+    assert all(getattr(step, "func", None) is _interpret for step in capture._steps)
+    for change in (0.0, -torch.inf, torch.nan, torch.inf):
+        x.copy_(torch.randn(rows, width))
+        x[0, 1] = change
+        softmax, values, indices = capture.replay()
+        torch.testing.assert_close(softmax, x.softmax(-1), rtol=1e-5, atol=1e-8, equal_nan=True)
+        assert values.nan_to_num(9).equal(softmax.topk(wanted).values.nan_to_num(9))
+        assert softmax.gather(1, indices).nan_to_num(9).equal(values.nan_to_num(9))
+    x.fill_(2.0)
+    assert capture.replay()[2].equal(torch.arange(wanted).expand(rows, -1)), "of equal ones the first"
+
+
+def test_of_equal_numbers_topk_takes_those_that_it_takes_alone(tier):
+    """Experts are chosen by it: ties of a router's scores in 16 bits are common."""
+    x = torch.randint(0, 4, (64, 128)).float()
+    capture = Capture(lambda: x.softmax(-1).topk(8))
+    x.copy_(torch.randint(0, 4, x.shape))
+    assert capture.replay()[1].equal(x.softmax(-1).topk(8).indices)
 
 
 def test_what_reads_numbers_is_refused():

@@ -69,10 +69,10 @@ class Drafter(ABC):
         which are real. Behind them tokens and logits mean nothing; counts is -1 for a sequence that has ended, of which
         not even the last token was read."""
 
-    def stirs(self) -> bool:
-        """Whether drafts may pay again, by the tokens accepted since the last question: a look that takes microseconds,
-        where a proposal would take a share of a forward."""
-        return False
+    def stirs(self) -> int:
+        """Whether drafts may pay again, by the tokens accepted since the last question: how many in a row have come a
+        second time, 0 for too few. A look that takes microseconds, where a proposal would take a share of a forward."""
+        return 0
 
     @abstractmethod
     def accept(self, tokens: list[list[int]], hidden: torch.Tensor | None = None) -> None:

@@ -97,8 +97,8 @@ class BestOf(Drafter):
             return proposal_of(proposals[0], self.device) if proposals else None
         return proposal_of([_merge(trees, nodes) for trees in zip(*proposals)], self.device)
 
-    def stirs(self) -> bool:
-        return any([drafter.stirs() for drafter in self.drafters])
+    def stirs(self) -> int:
+        return max([drafter.stirs() for drafter in self.drafters])
 
     def observe(self, tokens: torch.Tensor, counts: torch.Tensor, logits: torch.Tensor) -> None:
         for drafter in self.drafters:

@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
 from hf_efficient.kernels.replay.function import CapturedFunction
+from hf_efficient.kernels.replay.likeliest import likeliest
 
 
 FIRST_TOKENS = 256  # room of a new cache
@@ -35,7 +36,6 @@ class EagleCache:
             self._turns = self.heads.turns(torch.arange(self.columns, device=self.keys.device))
             forward = functools.partial(self._forward, self._attend_grouped)
             self._captures = {last: CapturedFunction(functools.partial(forward, last)) for last in (False, True)}
-            self._captured_chain = CapturedFunction(functools.partial(self._chain, self._attend_grouped))
 
     def copy(self, other: "EagleCache", rows: list[int]) -> None:
         """Takes over `rows` of another cache with the same `tree`."""
@@ -61,33 +61,6 @@ class EagleCache:
         mask = mask.repeat(1, 1, self.heads.heads[0] // self.heads.heads[1], 1)
         return self._captures[last](numbers, mask, features, temperature)
 
-    def chain(self, numbers, mask, features, temperatures):
-        """Runs the layer on one token of each sequence, then on its likeliest guess, and so on, without the host
-        between them.
-
-        Args:
-            numbers: int64 [1 + depth, rows, 1]: the tokens, and the positions at each depth, which is also the column
-                that its keys and values are kept in.
-            mask: float32 [depth, rows, 1, 1, columns], -inf at the columns that a token does not attend to.
-            features: [rows, 1, hidden_size], that predicted the first tokens.
-            temperatures: float [depth].
-        Returns the guesses at each depth as `read` does: probabilities float32 and indices int64 [rows, depth,
-        branches].
-        """
-        if numbers[0].numel() > MAX_CAPTURED_TOKENS:
-            return self._chain(self._attend, numbers, mask, features, temperatures)
-        mask = mask.repeat(1, 1, 1, self.heads.heads[0] // self.heads.heads[1], 1)
-        return self._captured_chain(numbers, mask, features, temperatures)
-
-    def _chain(self, attend, numbers, mask, features, temperatures):
-        tokens, guesses = numbers[0], []
-        for level, positions in enumerate(numbers[1:]):
-            asked = (tokens, positions, level), mask[level], features, temperatures[level]
-            features, *best = self._forward(attend, False, *asked)
-            guesses.append(best)
-            tokens = self.heads.draft_tokens[best[1][..., 0]]
-        return tuple(torch.cat(parts, 1) for parts in zip(*guesses))
-
     def _attend(self, query, mask):
         return scaled_dot_product_attention(query, self.keys, self.values, mask.to(query.dtype), enable_gqa=True)
 
@@ -104,12 +77,9 @@ class EagleCache:
         x = heads.inputs(heads.embed(tokens), features)
         query, key, value = heads.project(x, *(embedding(positions, turns) for turns in self._turns))
         for states, new in ((self.keys, key), (self.values, value)):
-            if isinstance(columns, int):
-                states[:, :, columns : columns + 1] = new
-            else:
-                states.transpose(1, 2)[self._row, columns] = new.transpose(1, 2)
+            states.transpose(1, 2)[self._row, columns] = new.transpose(1, 2)
         following = heads.outputs(x, attend(query, mask))
         following = following[:, -1:] if last else following
         scores = heads.logits(following.flatten(0, 1)).float() / temperature
-        best = scores.softmax(-1).topk(self.branches, dim=-1)
+        best = likeliest(scores, self.branches)
         return following, *(values.view(*following.shape[:2], -1) for values in best)

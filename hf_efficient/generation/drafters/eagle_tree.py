@@ -4,13 +4,14 @@ from abc import abstractmethod
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 
 from hf_efficient.generation.drafters.draft_heads import DraftHeads
 from hf_efficient.generation.drafters.eagle_cache import EagleCache
+from hf_efficient.generation.drafters.eagle_chain import EagleChain
 from hf_efficient.generation.drafters.few_bit_matrices import FewBitMatrices
 from hf_efficient.generation.speculation.proposal import Proposal
-from hf_efficient.generation.speculation.token_tree import best_first
+from hf_efficient.generation.speculation.token_tree import best_first, spine_first
+from hf_efficient.kernels.replay.recorder import interpreter
 
 
 BRANCHES = 8  # children of a node that are considered
@@ -49,7 +50,12 @@ class EagleTree(DraftHeads):
 
     @abstractmethod
     def _new_cache(self, rows: int, tree: int, branches: int):
-        """An empty `EagleCache`, or what has its attributes and methods; `chain` may be missing."""
+        """An empty `EagleCache`, or what has its attributes and methods; an `EagleChain` where `_chains`."""
+
+    @property
+    def _chains(self) -> bool:
+        """Whether one continuation is guessed over an `EagleChain`, which is slower where nothing is captured."""
+        return False
 
     def _check_target(self, model) -> None:
         if self.beam is not None and (type(self.beam) is not int or self.beam < 1):
@@ -58,7 +64,7 @@ class EagleTree(DraftHeads):
 
     def begin(self, sequences, hidden=None) -> None:
         rows, columns = hidden.shape[:2]
-        self._beam = self._width  # of this call
+        self._beam, self._is_chain = self._width, self._chains  # of this call
         self._sequences, self._lengths, self._root = sequences, np.zeros(rows, np.int64), None
         real = np.ones((rows, columns), bool)
         if sequences.prompt_mask is not None:
@@ -71,7 +77,7 @@ class EagleTree(DraftHeads):
 
     def _cache_for(self, rows: int):
         branches = min(BRANCHES, len(self.draft_tokens))
-        kind = rows, max(1, self._beam * (self.max_tokens - 1))
+        kind = rows, 0 if self._is_chain else max(1, self._beam * (self.max_tokens - 1))
         cache = self._captures.pop(kind, None) or self._new_cache(*kind, branches)
         self._captures[kind] = cache  # the latest used last
         while len(self._captures) > MAX_CACHES:
@@ -81,8 +87,9 @@ class EagleTree(DraftHeads):
     def accept(self, tokens: list[list[int]], hidden=None) -> None:
         longest = max(map(len, tokens))
         if longest:
-            padded = np.array([new + [0] * (longest - len(new)) for new in tokens])
-            self._pending.append((padded, hidden, np.arange(longest) < np.array([[len(new)] for new in tokens])))
+            padded = [new + [0] * (longest - len(new)) for new in tokens]
+            real = [[column < len(new) for column in range(longest)] for new in tokens]
+            self._pending.append((np.array(padded), hidden, np.array(real)))
 
     def select(self, rows: list[int]) -> None:
         self._lengths = self._lengths[rows]
@@ -99,7 +106,7 @@ class EagleTree(DraftHeads):
         if depth == 0:
             return None
         self._catch_up()
-        if self._beam == 1 and hasattr(self._cache, "chain"):
+        if self._is_chain:
             return self._propose_chain(depth, limits, nodes)
         features, chances, indices = self._root
         rows, beam = len(features), self._beam
@@ -141,25 +148,15 @@ class EagleTree(DraftHeads):
             likeliest += 1
         depth = likeliest
         if depth > 1:
-            positions = self._lengths[:, None] + np.arange(depth - 1)[:, None, None]
-            numbers = np.concatenate([self._token_ids[indices[None, :, :, 0]], positions])
-            masks = self._mask(None, self._lengths[:, None])[None].repeat(depth - 1, 0)
-            for last in range(depth - 1):
-                masks[last, ..., : last + 1] = 0
+            self._cache.reserve(self._lengths.max() + depth - 1)
             temperatures = np.array(self.temperatures[1:depth], np.float32)
-            given = (torch.from_numpy(x).to(self.fuse.device) for x in (numbers, masks, temperatures))
-            numbers, masks, temperatures = given
-            deeper = self._cache.chain(numbers, masks, features, temperatures)
-            chances, indices = (np.concatenate([x, y.cpu().numpy()], 1) for x, y in zip((chances, indices), deeper))
+            deeper = self._cache.chain(self._token_ids[indices[:, 0, 0]], self._lengths, features, temperatures)
+            first = ((chances, indices),)
+            parts = zip(*first, *((x.numpy()[:, None] for x in best) for best in deeper))
+            chances, indices = (np.concatenate(part, 1) for part in parts)
             seen_now = chances[:, 1:, 0].max(0)
             self._goes_on[1:depth] += (seen_now - self._goes_on[1:depth]) * NEW_SHARE
-        branches = chances.shape[-1]
-        likely = np.concatenate([np.ones_like(chances[:, :1, 0]), chances[:, :-1, 0]], 1).cumprod(1)
-        confidence = (chances * likely[..., None]).reshape(len(chances), -1)
-        depths = np.arange(1, depth + 1).repeat(branches)
-        parents = np.broadcast_to((depths - 2) * branches, confidence.shape).clip(-1)
-        tokens = self._token_ids[indices].reshape(confidence.shape)
-        return best_first(tokens, confidence, parents, depths, limits, nodes, self._sequences.device)
+        return spine_first(self._token_ids[indices], chances, limits, nodes, self._sequences.device)
 
     def _mask(self, seen: np.ndarray | None, reach: np.ndarray) -> np.ndarray:
         """float32 [rows, 1, width, columns] of the first `reach` [rows, width] accepted tokens and the nodes `seen`."""
@@ -188,24 +185,31 @@ class EagleTree(DraftHeads):
         if len(self._pending) > 1:
             tokens, real = (np.concatenate(parts, 1) for parts in list(zip(*self._pending))[::2])
             hidden = torch.cat([hidden for _, hidden, _ in self._pending], 1)
-        hidden, counts = hidden.to(self.fuse), real.sum(1)[:, None]
+        hidden, counts = hidden.to(self.fuse), real.sum(1)
         width = counts.max()
-        if counts.min() < real.shape[1]:
-            order = real.argsort(1, kind="stable")[:, -width:]  # the real ones last
+        if counts.min() < real.shape[1]:  # the real ones first in a chain, else last
+            order = real.argsort(1, kind="stable")[:, -width:]
+            if self._is_chain:
+                order = (~real).argsort(1, kind="stable")[:, :width]
             index = torch.from_numpy(order).to(hidden.device)[..., None]
             hidden = hidden.gather(1, index.expand(-1, -1, hidden.shape[-1]))
             tokens = np.take_along_axis(tokens, order, 1)
         padding = 0 if width > PADDED_WIDTH else max(4, 1 << int(width - 1).bit_length()) - width
         if padding:
-            tokens = np.concatenate([np.zeros((len(tokens), padding), tokens.dtype), tokens], 1)
-            hidden, width = pad(hidden, (0, 0, padding, 0)), width + padding
-        positions = self._lengths[:, None] + np.arange(width) - (width - counts)
+            order = 1 if self._is_chain else -1  # behind the others, or before them
+            tokens = np.concatenate([tokens, np.zeros((len(tokens), padding), np.int64)][::order], 1)
+            hidden = torch.cat([hidden, hidden[:, :1].expand(-1, padding, -1)][::order], 1)
+            width += padding
         self._cache.reserve(self._lengths.max() + width)
         step = max(PADDED_WIDTH, PREFILL_TOKENS // len(tokens))
         for start in range(0, width, step):
             part = slice(start, start + step)
-            self._append(tokens[:, part], hidden[:, part], positions[:, part])
-        self._lengths, self._pending = self._lengths + counts[:, 0], []
+            if self._is_chain:
+                self._append_first(tokens[:, part], hidden[:, part], counts, start)
+            else:
+                positions = (self._lengths + counts)[:, None] - width + np.arange(width)[part]
+                self._append(tokens[:, part], hidden[:, part], positions)
+        self._lengths, self._pending = self._lengths + counts, []
 
     def _append(self, tokens: np.ndarray, hidden: torch.Tensor, positions: np.ndarray) -> None:
         """Reads accepted tokens [rows, columns]; those at positions below a sequence's length are padding."""
@@ -215,6 +219,18 @@ class EagleTree(DraftHeads):
         numbers = np.stack([tokens, positions, np.where(is_padding, 0, tree + positions)])
         features, chances, indices = self._read(numbers, None, positions + 1, hidden, 0)
         self._root = features.clone(), chances.copy(), indices.copy()
+
+    def _append_first(self, tokens: np.ndarray, hidden: torch.Tensor, counts: np.ndarray, start: int) -> None:
+        """Reads accepted tokens [rows, columns] of an `EagleChain`, from number `start` of `counts` on."""
+        temperature, lengths = np.array(self.temperatures[:1], np.float32), self._lengths + np.minimum(counts, start)
+        features, *best = self._cache.read(tokens, counts - start, lengths, hidden, temperature)
+        chances, indices = (x.numpy()[:, None].copy() for x in best)
+        root = features.clone(), chances, indices
+        if start:  # sequences that ended before keep theirs
+            goes_on = (counts > start)[:, None, None]
+            before, others = self._root, torch.from_numpy(goes_on)
+            root = root[0].where(others, before[0]), *(np.where(goes_on, *pair) for pair in zip(root[1:], before[1:]))
+        self._root = root
 
 
 class EagleLayer(FewBitMatrices, EagleTree):
@@ -230,6 +246,10 @@ class EagleLayer(FewBitMatrices, EagleTree):
     @property
     def _width(self) -> int:
         return 1 if self.beam is None and self.fuse.device.type == "cpu" else super()._width
+
+    @property
+    def _chains(self) -> bool:
+        return self._width == 1 and self.fuse.device.type == "cpu" and interpreter() is not None
 
     @abstractmethod
     def inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
@@ -251,5 +271,5 @@ class EagleLayer(FewBitMatrices, EagleTree):
     def outputs(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The next features, [rows, columns, hidden_size], from attended [rows, heads, columns, head_dim]."""
 
-    def _new_cache(self, rows: int, tree: int, branches: int) -> EagleCache:
-        return EagleCache(self, rows, tree, branches)
+    def _new_cache(self, rows: int, tree: int, branches: int) -> EagleCache | EagleChain:
+        return EagleChain(self, rows, branches) if self._is_chain else EagleCache(self, rows, tree, branches)

@@ -71,8 +71,8 @@ class PromptLookup(Drafter):
         seen = {prompt: set() for prompt in prompts}  # sequences with the same one look into each other
         self._watches = [RepeatWatch(text, seen[prompt]) for text, prompt in zip(self._texts, prompts)]
 
-    def stirs(self) -> bool:
-        return any([watch.has_repeated() for watch in self._watches])
+    def stirs(self) -> int:
+        return max([watch.has_repeated() for watch in self._watches])
 
     def propose(self, limits: list[int], nodes: int) -> Proposal | None:
         self._read()

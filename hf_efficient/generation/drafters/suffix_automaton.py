@@ -105,22 +105,24 @@ class RepeatWatch:
     """
 
     def __init__(self, text: list[int], seen: set):
-        self._seen, self._last, self._repeated, self._is_noted = seen, (), 0, False
+        self._seen, self._last, self._repeated, self._noted = seen, (), 0, 0
         for token in text:
             self.read(token)
-        self._repeated, self._is_noted = 0, False  # texts with the same beginning repeat nothing yet
+        self._repeated = self._noted = 0  # texts with the same beginning repeat nothing yet
 
     def read(self, token: int) -> None:
         self._last = run = (*self._last[1 - _RUN :], token)
         if run in self._seen:
             self._repeated += 1
             beyond = self._repeated - 1
-            self._is_noted |= beyond >= _RUN and beyond & (beyond - 1) == 0
+            if beyond >= _RUN and beyond & (beyond - 1) == 0:
+                self._noted = beyond + _RUN
         else:
             self._repeated = 0
             self._seen.add(run)
 
-    def has_repeated(self) -> bool:
-        """Whether since the last question 8 tokens, or 12, 20, 36 and so on, have come a second time."""
-        is_noted, self._is_noted = self._is_noted, False
-        return is_noted
+    def has_repeated(self) -> int:
+        """How many tokens in a row have come a second time: 8, 12, 20, 36 and so on, each once; 0 for no such number
+        since the last question."""
+        noted, self._noted = self._noted, 0
+        return noted

@@ -13,6 +13,7 @@ from hf_efficient.cache.bookkeeping.forward_plan import tree_mask as tree_bits
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.integrations.transformers_loop import collects_hidden_states, is_collector_hook
 from hf_efficient.kernels import triton_devices
+from hf_efficient.kernels.replay.cuda_graph import captures_made
 from hf_efficient.kernels.replay.recorder import Capture, NotReplayable, interpreter
 
 
@@ -47,6 +48,11 @@ class _Captured(NamedTuple):
     addresses: list[int]
     capture: Capture
     layout: object
+
+
+def captures_so_far() -> int:
+    """Captures of this process, of whatever kind: the seconds of a step with one say nothing of later steps."""
+    return captures_made()
 
 
 class CapturedForward:

@@ -10,6 +10,8 @@ from hf_efficient.generation.speculation.proposal import Proposal
 # without. After a pause they are multiplied by `IDLE_DECAY` once for each of its steps, at most `MAX_IDLE_STEPS` times.
 DRAFT_DECAY, IDLE_DECAY, MAX_IDLE_STEPS = 0.9, 0.97, 16
 PRIOR_TOKENS = 2.0  # proposed tokens that the acceptance of earlier calls weighs as much as
+# As many of earlier calls count beside those of a call when it ends: how a text ends says little of the next one.
+EARLIER_TOKENS = 32.0
 # A draft that takes less than this share of a forward is made in every step; `trim` then decides how much is verified.
 CHEAP_DRAFT = 0.03
 # But not in a batch of so many sequences while drafts do not pay.
@@ -20,20 +22,33 @@ SLOWEST_ROW_SHARE = 0.3
 MIN_PAUSE, MAX_PAUSE = 8, 4096  # plain steps between two trials of a drafter that does not pay; doubled each time
 REST_STEPS_TIMED = 8  # while drafting rests, the forward of every so many steps is timed
 RETRY_FACTOR = 8  # after a trial in which every draft was accepted the next one comes this many times sooner
-# Captures must win back their seconds within the call. Exempt are the first ones of a model and those that take at most
-# this share of the seconds of all its forwards: later calls replay them. Reading prompts for trials takes no more
-# either.
-INVESTED_SHARE = 0.03
-LOST_SHARE = 0.004  # of all steps, that drafts may cost in the long run
+# Captures must win back their seconds within the call. Exempt are the first ones of a model, and those that take no
+# more than these shares of the seconds of all its forwards and of what its drafts have saved: later calls replay them.
+# Reading prompts for trials takes no more than the first share either.
+INVESTED_SHARE, SAVED_SHARE = 0.003, 0.05
+LOST_SHARE = 0.002  # of all steps, that drafts may cost in the long run
+MOST_DEBT = 12.0  # plain steps that are remembered as lost
+# Another text shows by so many plain steps that the drafts of one step save: then what was lost is forgotten. And by so
+# many tokens in a row that have come a second time.
+PROOF, SURE_REPEAT = 1.0, 20
 
 
 class DraftLengthPolicy:
     """Chooses step by step how deep to draft and how much of a proposal to verify: what gives most tokens a second.
 
     The latency model and the acceptance statistics outlive the call: a drafter that did not pay on as many sequences
-    continues its pause. With `timed=False` the choice depends on neither a clock nor earlier calls: a forward counts as
-    1, a drafted token as `draft_cost`. Sampled runs with a drafter that draws need that, as there the draft's length
-    changes which random numbers the target's tokens are drawn by.
+    continues its pause. One whose drafts have saved steps in a call begins the next anew, however the text ended.
+
+    What drafts may cost is bounded, as this class counts it: of n steps `LOST_SHARE` of n, reading prompts among it,
+    and `INVESTED_SHARE` of n for reading prompts for trials. Beside that stand `CREDIT` plain steps, the first
+    captures, `SAVED_SHARE` of what was saved for others, and what a call loses before it ends: during a call accepted
+    tokens count by their mean over the sequences, and only at its end by how many steps the longest sequence came
+    sooner. A drafter that has lost more rests, but for trials after pauses that double, until that is saved again, or
+    until one step of a trial saves `PROOF`.
+
+    With `timed=False` the choice depends on neither a clock nor earlier calls: a forward counts as 1, a drafted token
+    as `draft_cost`. Sampled runs with a drafter that draws need that, as there the draft's length changes which random
+    numbers the target's tokens are drawn by.
 
     Args:
         rows: sequences in the batch.
@@ -43,6 +58,7 @@ class DraftLengthPolicy:
         draft_cost: seconds of drafting one token by those of a forward, for `timed=False`.
         padded: how many positions a forward of so many sequences and positions computes.
         capture_seconds: seconds of capturing the next forward of so many sequences and positions, 0.0 if it needs none.
+        captures_so_far: how many captures the process has made so far.
     """
 
     def __init__(
@@ -55,22 +71,27 @@ class DraftLengthPolicy:
         draft_cost: float = 0.0,
         padded: Callable[[int, int], int] = lambda rows, columns: columns,
         capture_seconds: Callable[[int, int], float] = lambda rows, columns: 0.0,
+        captures_so_far: Callable[[], int] = lambda: 0,
     ):
         self.depth, self.timed, self.draft_cost = depth, timed, draft_cost
-        self.padded, self.capture_seconds = padded, capture_seconds
+        self.padded, self.capture_seconds, self.captures_so_far = padded, capture_seconds, captures_so_far
         self.latency = latency if timed and latency is not None else LatencyModel()
         self.forward_seconds = self.latency.forward_seconds
         self._by_rows = statistics if timed and statistics is not None else {}
         self.statistics = self._by_rows.setdefault(rows, AcceptanceStatistics())
         self.unfinished, self.tokens_left = rows, 1  # sequences that still grow, and tokens of the longest way to go
         self.accepted, self.proposed = [0.0] * rows, [0.0] * rows  # decayed counts of each sequence's drafted tokens
+        self._all_accepted = self._all_proposed = 0  # of all sequences, since the statistics were last written
         self.calibration = 1.0  # accepted tokens by those that the drafter's confidence predicted
         self.is_off = False  # no draft is made in this call
         self.has_drafted = False  # in this call
-        self._is_awake = False
+        self._reads_prompts = True  # in this call, before its first draft, which is not yet accounted for
+        self._is_awake = self._was_woken = False  # to draft in the next step, and to have done so in this one
         self.prompt_seconds = 0.0  # of reading the prompts, where the drafter did so before its first proposal
+        self._captures, self._is_draft_steady = 0, True  # before the proposal, and whether there were none for it
         self.chosen_depth, self.is_trial = 0, False  # of this step, and whether it only shows if drafts pay again
         self.predicted, self.mean_predicted = 0.0, 0.0  # accepted tokens predicted for this step, and a running mean
+        self._begin_account(1)
 
     @property
     def has_confidence(self) -> bool:
@@ -88,11 +109,21 @@ class DraftLengthPolicy:
         is_free = len(self.accepted) < WATCH_MIN_ROWS and self._is_cheap(1)
         return self.statistics.steps_to_trial > 1 and not is_free and not self.is_off
 
-    def wake(self) -> None:
-        """The next step drafts as deep as it can, and later ones if that pays; not where drafts have cost too much."""
-        if self.statistics.balance < 0:
+    def wake(self, repeated: int) -> None:
+        """The next step drafts as deep as it can, and later ones if that pays. repeated: how many tokens in a row have
+        come a second time; where drafts have cost too much, fewer than `SURE_REPEAT` are not enough."""
+        if self.statistics.balance < 0 and repeated < SURE_REPEAT:
             return
         self.statistics.steps_to_trial, self._is_awake = 0, True
+
+    def rests(self) -> bool:
+        """Whether the next step drafts nothing, whatever its sequences can use: then nothing else is asked."""
+        statistics, rows = self.statistics, len(self.accepted)
+        if statistics.steps_to_trial <= 1 or (rows < WATCH_MIN_ROWS and self._is_cheap(self.depth)):
+            return False
+        statistics.steps_to_trial -= 1
+        self.chosen_depth, self.predicted, self.is_trial = 0, 0.0, False
+        return True
 
     def depths(self, limits: list[int], unfinished: int | None = None) -> list[int]:
         """How deep to draft now for each sequence, with the arguments of `choose`."""
@@ -105,6 +136,7 @@ class DraftLengthPolicy:
         limits: drafts that each sequence can still use. unfinished: sequences that have not ended, of which one that
             lacks a single token has the limit 0; None for those with a limit above 0.
         """
+        self._captures, self._is_draft_steady = self.captures_so_far(), True
         growing = sum(limit > 0 for limit in limits)
         self.unfinished = max(1, growing if unfinished is None else unfinished)
         self.chosen_depth = self._choose(limits)
@@ -113,18 +145,15 @@ class DraftLengthPolicy:
     def _choose(self, limits: list[int]) -> int:
         rows, deepest, statistics = len(limits), min(self.depth, max(limits)), self.statistics
         self.tokens_left = max(limits) + 1
-        self.predicted, self.is_trial = 0.0, False
+        self.predicted, self.is_trial, self._was_woken = 0.0, False, False
         if deepest == 0 or (self.timed and not self.forward_seconds.largest):
             return 0  # the first step measures a plain forward
-        is_cheap = self._is_cheap(deepest)
-        if statistics.steps_to_trial > 1:
-            statistics.steps_to_trial -= 1
-            if not is_cheap or rows >= WATCH_MIN_ROWS:
-                return 0
-        if self.is_off:
+        if self.rests() or self.is_off:
             return 0
-        if (is_cheap or self._is_awake) and statistics.balance >= 0:
-            self._is_awake = False
+        if statistics.steps_to_trial > 1:  # a cheap drafter's pause goes on
+            statistics.steps_to_trial -= 1
+        self._was_woken, self._is_awake = self._is_awake, False
+        if self._was_woken or (self._is_cheap(deepest) and statistics.balance >= 0):
             return deepest
         if statistics.steps_to_trial:
             decay = IDLE_DECAY ** min(statistics.pause_steps, MAX_IDLE_STEPS)
@@ -141,14 +170,19 @@ class DraftLengthPolicy:
 
     def trim(self, proposal: Proposal) -> Proposal | None:
         """As much of the proposal as pays; None for a plain step."""
-        # trimming drawn tokens by their confidence would change the distribution of what is drawn
-        self.statistics.has_confidence = proposal.confidence is not None and proposal.probabilities is None
+        self._see(proposal)
         if not self.has_confidence:
             return proposal
         rows = len(proposal.counts)
         gains = [gain * self.calibration for gain in _predicted_gains(proposal)[: self.max_width(rows)]]
         width = self._best_width(rows, gains, is_drafted=True)
         return proposal.truncated(width) if width else None
+
+    def _see(self, proposal: Proposal) -> None:
+        """Notes what kind of proposals these are, and whether something was captured for this one."""
+        # trimming drawn tokens by their confidence would change the distribution of what is drawn
+        self.statistics.has_confidence = proposal.confidence is not None and proposal.probabilities is None
+        self._is_draft_steady = self.captures_so_far() == self._captures
 
     def update(
         self,
@@ -162,11 +196,13 @@ class DraftLengthPolicy:
     ) -> None:
         """Learns from a step in which `proposal` was verified. accepted, depths: of each sequence, tokens accepted and
         depth of its deepest draft. is_steady: False where such steps will take less time from now on, as this one
-        captured its forward. tokens: that its forward computed; None for those of a padded one."""
+        captured its forward. tokens: that its forward computed; None for those of a padded one. Where something was
+        captured for the proposal, its seconds are left out."""
         width, statistics = 0 if proposal is None else proposal.width, self.statistics
+        self._steps += 1
         is_at_rest = not width and not self.chosen_depth and statistics.steps_to_trial > 1
         if self.timed and is_at_rest and statistics.steps_to_trial % REST_STEPS_TIMED:
-            statistics.balance = min(CREDIT, statistics.balance + LOST_SHARE)
+            self._set_balance(statistics.balance + LOST_SHARE)
             return
         if self.timed:
             tokens = self._tokens(len(accepted), width) if tokens is None else tokens
@@ -174,21 +210,25 @@ class DraftLengthPolicy:
         if self.predicted:
             self.mean_predicted = DRAFT_DECAY * self.mean_predicted + (1 - DRAFT_DECAY) * self.predicted
         curve = statistics.draft_seconds
-        if self.chosen_depth and not self.has_drafted:  # drafters may read the prompts in their first proposal
-            self.has_drafted = True
+        is_first, self.has_drafted = not self.has_drafted, self.has_drafted or self.chosen_depth > 0
+        if (
+            self.chosen_depth and is_first and self._is_draft_steady
+        ):  # drafters may read the prompts in their first proposal
             statistics.prompt_seconds = self.prompt_seconds + max(0.0, draft_seconds - curve.at(self.chosen_depth))
             if curve.largest:
                 draft_seconds = curve.at(self.chosen_depth)
+        deepest = max(depths) if width else self.chosen_depth  # without a width it was drafted, and not verified
+        if deepest and self._is_draft_steady:
+            curve.add(deepest, draft_seconds)
         has_recovered = self.timed and self._settle(sum(accepted), tokens)
         if not width:
             return
-        curve.add(max(depths), draft_seconds)
         for row, (hits, depth) in enumerate(zip(accepted, depths)):
             decay = DRAFT_DECAY if depth else IDLE_DECAY
             self.accepted[row] = decay * self.accepted[row] + hits
-            self.proposed[row] = decay * self.proposed[row] + min(
-                hits + 1, depth
-            )  # those after a rejected one: unknown
+            known = min(hits + 1, depth)  # those after a rejected one: unknown
+            self.proposed[row] = decay * self.proposed[row] + known
+            self._all_accepted, self._all_proposed = self._all_accepted + hits, self._all_proposed + known
         if not self.is_trial or has_recovered:
             statistics.pause_steps = statistics.steps_to_trial = 0
         elif accepted == depths:
@@ -203,11 +243,25 @@ class DraftLengthPolicy:
         statistics, plain = self.statistics, self.forward_seconds.at(self._tokens(len(self.accepted), 0))
         change = LOST_SHARE
         if self.chosen_depth and plain:
-            change += accepted / self.unfinished * (1 - SLOWEST_ROW_SHARE * (1 - 1 / self.unfinished))
+            believed = accepted / self.unfinished * (1 - SLOWEST_ROW_SHARE * (1 - 1 / self.unfinished))
             spent = statistics.draft_seconds.at(self.chosen_depth) + self.forward_seconds.at(tokens)
-            change -= max(0.0, spent / plain - 1)
-        before, statistics.balance = statistics.balance, min(CREDIT, max(-1.0, statistics.balance + change))
+            extra = max(0.0, spent / plain - 1)
+            self._extra += extra
+            change += believed - extra
+            self.latency.capture_budget += SAVED_SHARE * max(0.0, change) * plain
+        before = statistics.balance
+        self._set_balance(before + change)
+        if change >= PROOF:
+            self._balance_before, statistics.balance = max(self._balance_before, 0.0), max(statistics.balance, 0.0)
         return before < 0 <= statistics.balance
+
+    def _set_balance(self, balance: float) -> None:
+        self.statistics.balance = min(CREDIT, max(-MOST_DEBT, balance))
+
+    def _begin_account(self, generated: int) -> None:
+        """Of a batch of this size. generated: tokens of its longest sequence."""
+        self._generated_before, self._balance_before = generated, self.statistics.balance
+        self._steps, self._extra = 0, 0.0  # steps from now on, and plain steps that drafts have cost in them
 
     def _add_forward(self, tokens: int, width: int, seconds: float, is_steady: bool) -> None:
         latency = self.latency
@@ -219,21 +273,34 @@ class DraftLengthPolicy:
         elif width:
             latency.capture_budget -= max(0.0, seconds - self.forward_seconds.at(tokens))
 
-    def finish(self) -> None:
-        """After the last step of a batch of this size: stores the acceptance for the next call."""
-        statistics, plain = self.statistics, self.forward_seconds.at(len(self.accepted))
-        statistics.acceptance = self._acceptance()
-        if statistics.steps_to_trial and self.has_drafted and plain:  # the next trial reads the prompts, too
+    def finish(self, generated: int | None = None) -> None:
+        """After the last step of a batch of this size: stores for the next call the acceptance, and what drafts saved.
+
+        generated: tokens of the longest sequence in this call; None where that is not known.
+        """
+        statistics, plain, saved = self.statistics, self.forward_seconds.at(len(self.accepted)), 0.0
+        if generated is not None and self.timed and self.has_drafted and plain:
+            reading = statistics.prompt_seconds / plain if self._reads_prompts else 0.0
+            saved = generated - self._generated_before - self._steps - self._extra - reading
+            self._set_balance(self._balance_before + saved + LOST_SHARE * self._steps)
+            self._reads_prompts = False
+        earlier = EARLIER_TOKENS * statistics.acceptance
+        statistics.acceptance = (self._all_accepted + earlier) / (self._all_proposed + EARLIER_TOKENS)
+        self._all_accepted = self._all_proposed = 0
+        if saved > 0 and statistics.balance >= 0:
+            statistics.pause_steps = statistics.steps_to_trial = 0
+        elif statistics.balance < 0 and statistics.steps_to_trial and self.has_drafted and plain:  # trials read prompts
             steps = round(statistics.prompt_seconds / (INVESTED_SHARE * plain))
             statistics.steps_to_trial = max(statistics.steps_to_trial, steps)
 
-    def select(self, rows: list[int]) -> None:
-        """Only these sequences (indices into those so far) go on."""
-        self.finish()
+    def select(self, rows: list[int], generated: int | None = None) -> None:
+        """Only these sequences (indices into those so far) go on. generated: tokens of the longest of them."""
+        self.finish(generated)
         self.accepted, self.proposed = ([counts[row] for row in rows] for counts in (self.accepted, self.proposed))
         has_confidence = self.has_confidence
         self.statistics = self._by_rows.setdefault(len(rows), AcceptanceStatistics())
         self.statistics.has_confidence = has_confidence
+        self._begin_account(generated or 1)
 
     def max_width(self, rows: int) -> int:
         """The most drafts a sequence to try: they at most double the tokens of the largest forward measured."""
@@ -256,13 +323,15 @@ class DraftLengthPolicy:
             rate = (self.unfinished + total) / (self._step_seconds(rows, width, total, is_drafted) - sunk)
             if rate > best_rate:
                 best, best_rate = width, rate
+        if is_drafted and not best and rows == 1 and not self.is_trial and self.statistics.balance >= 0:
+            return 0  # these tokens are not worth it, the next ones may be
         return self._or_trial(best)
 
     def _or_trial(self, best: int) -> int:
         """`best`, or where that is 0 what a trial drafts, 1, and 0 while drafting rests. A drafter that has cost too
-        much rests, whatever it promises."""
+        much rests, whatever it promises, unless it was woken."""
         has_lost = self.statistics.balance < 0
-        if (best and not has_lost) or self.is_trial:
+        if (best and (self._was_woken or not has_lost)) or self.is_trial:
             self.is_trial = not best or has_lost
             return best or 1
         statistics = self.statistics

@@ -17,7 +17,8 @@ class LatencyCurve:
 
     The value at a measured size is the lower quartile of its last 7 measurements, as other work on the machine only
     adds time, and at most the value of any larger size. Between two sizes it is linear. Beyond the largest size it is
-    constant: an optimistic guess, so that larger sizes are tried.
+    constant: an optimistic guess, so that larger sizes are tried. A single measurement may be of a disturbed
+    moment: it counts at most as many times the value of the size before as it is larger, so that it is tried again.
     """
 
     def __init__(self):
@@ -32,10 +33,14 @@ class LatencyCurve:
             insort(self._sizes, size)
         measured.append(seconds)
         quartile = sorted(measured)[(len(measured) - 1) // 4]
-        if self._quartiles.get(size) != quartile:
+        if self._quartiles.get(size) != quartile or len(measured) == 2:
             self._quartiles[size] = quartile
-            quartiles = [self._quartiles[each] for each in reversed(self._sizes)]
-            self._values = list(accumulate(quartiles, min))[::-1]
+            found = []
+            for before, each in zip([None, *self._sizes], self._sizes):
+                is_alone = before is not None and len(self._measured[each]) == 1
+                most = found[-1] * each / before if is_alone else float("inf")
+                found.append(min(self._quartiles[each], most))
+            self._values = list(accumulate(reversed(found), min))[::-1]
 
     @property
     def largest(self) -> int:
@@ -64,8 +69,8 @@ class AcceptanceStatistics:
     has_confidence: its proposals come with `Proposal.confidence`.
     pause_steps: plain steps between two trials of a drafter that does not pay; 0 while it pays.
     steps_to_trial: those of them that are left.
-    balance: plain steps that drafts have saved, less those that they have cost, and a small share of all steps; from -1
-        to `CREDIT`, so that old gains do not pay for new losses.
+    balance: plain steps that drafts have saved, less those that they have cost, and a small share of all steps; at most
+        `CREDIT`, so that old gains do not pay for new losses.
     """
 
     draft_seconds: LatencyCurve = field(default_factory=LatencyCurve)

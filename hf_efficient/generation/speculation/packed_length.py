@@ -49,7 +49,7 @@ class PackedLengthPolicy(DraftLengthPolicy):
         return own if any(own) else depths
 
     def trim(self, proposal: Proposal) -> Proposal | None:
-        self.statistics.has_confidence = proposal.confidence is not None and proposal.probabilities is None
+        self._see(proposal)
         if not self.has_confidence:
             return proposal
         chances = proposal.confidence.numpy(force=True).astype(np.float64)
@@ -112,8 +112,8 @@ class PackedLengthPolicy(DraftLengthPolicy):
             self.right = np.where(drafted, DRAFT_DECAY * self.right + accepted, self.right)
             self.promised = np.where(drafted, DRAFT_DECAY * self.promised + self._promised_now, self.promised)
 
-    def select(self, rows: list[int]) -> None:
-        super().select(rows)
+    def select(self, rows: list[int], generated: int | None = None) -> None:
+        super().select(rows, generated)
         self.right, self.promised, self.pace = (each[rows] for each in (self.right, self.promised, self.pace))
         self.limits = [self.limits[row] for row in rows]
 

@@ -33,6 +33,16 @@ class Proposal:
     def width(self) -> int:
         return self.tokens.shape[1]
 
+    def on_host(self) -> tuple[list[int], list[list[int]], list[list[int]]]:
+        """`counts`, `tokens` and `parents`; of a continuation the parents, too."""
+        if self.parents is None:
+            return self.counts.tolist(), self.tokens.tolist(), [list(range(-1, self.width - 1))] * len(self.counts)
+        if self.counts.device.type == "cpu":
+            return self.counts.tolist(), self.tokens.tolist(), self.parents.tolist()
+        counts, width = self.counts[:, None], self.width
+        whole = torch.cat([counts, self.tokens, self.parents], 1).tolist()  # one transfer
+        return tuple(zip(*((row[0], row[1 : 1 + width], row[1 + width :]) for row in whole)))
+
     def truncated(self, width: int) -> "Proposal":
         """Its first `width` tokens a sequence."""
         if width >= self.width:
@@ -46,6 +56,15 @@ class Proposal:
         shorter = self.truncated(max(counts))
         counts = torch.tensor(counts, device=self.counts.device)
         return Proposal(shorter.tokens, counts, shorter.probabilities, shorter.parents, shorter.confidence)
+
+    def simplest(self) -> "Proposal":
+        """Itself, or the same without `parents` where no sequence's tokens branch: that is verified in less time."""
+        if self.parents is None or self.parents.device.type != "cpu":  # where to look takes time
+            return self
+        rows = zip(self.parents.tolist(), self.counts.tolist())
+        if any(parents[:count] != list(range(-1, count - 1)) for parents, count in rows):
+            return self
+        return Proposal(self.tokens, self.counts, self.probabilities, None, self.confidence)
 
     def chain(self) -> "Proposal":
         """The path of a tree that takes the first child everywhere, as one continuation a sequence."""

@@ -67,6 +67,31 @@ def best_first(
     return Proposal(tokens, counts, None, parents, confidence)
 
 
+def spine_first(tokens: np.ndarray, chances: np.ndarray, limits: list[int], nodes: int, device) -> Proposal | None:
+    """`best_first` where the first guess of each depth alone is continued, for few candidates.
+
+    tokens: int64 [rows, depth, branches], the guesses of each depth. chances: float alike, the most probable first.
+    """
+    trees = []
+    for tokens_of, chances_of, limit in zip(tokens.tolist(), chances.tolist(), limits):
+        candidates, reach = [], 1.0  # minus probability, depth, rank
+        for depth, likely in enumerate(chances_of[:limit]):
+            if likely[0] != likely[0]:  # NaN, of broken heads
+                break
+            candidates += [(-reach * chance, depth, rank) for rank, chance in enumerate(likely)]
+            reach *= likely[0]
+        best, tree = sorted(candidates)[: min(nodes, MAX_NODES)], RowTree([], [], [])
+        spine = [-1]  # the node of the first guess of each depth, behind the root
+        for node, (negative, depth, rank) in enumerate(best):
+            tree.tokens.append(tokens_of[depth][rank])
+            tree.parents.append(spine[depth])
+            tree.confidence.append(-negative)
+            if rank == 0:
+                spine.append(node)
+        trees.append(tree)
+    return proposal_of(trees, device)
+
+
 def product_trees(tokens: np.ndarray, chances: np.ndarray, limits: list[int], nodes: int, device) -> Proposal | None:
     """The `nodes` most probable paths of each sequence where the guesses of a depth do not depend on the path to it.
 
@@ -100,5 +125,16 @@ def ancestors(parents: torch.Tensor) -> torch.Tensor:
     seen, row = np.ones((above.shape[0], above.shape[1] + 1), np.uint64), np.arange(len(above))
     for node in range(1, seen.shape[1]):
         seen[:, node] = seen[row, above[:, node - 1]] | np.uint64(1 << node)
-    bits = torch.from_numpy(seen.view(np.int64)).to(parents.device)
-    return (bits[..., None] >> torch.arange(bits.shape[1], device=bits.device)) & 1 > 0
+    seen = seen[..., None] >> np.arange(seen.shape[1], dtype=np.uint64) & np.uint64(1) > 0
+    return torch.from_numpy(seen).to(parents.device)
+
+
+def depths_of(proposal: Proposal) -> list[int]:
+    """The depth of the deepest node of each sequence, 0 without one."""
+    deepest = []
+    for count, _, parents in zip(*proposal.on_host()):
+        depths = [0]  # of the root and the nodes
+        for parent in parents[:count]:
+            depths.append(depths[parent + 1] + 1)
+        deepest.append(max(depths))
+    return deepest

@@ -88,7 +88,7 @@ def verify(
     choice = argmax(scores) if choice is None else choice
     if proposal is None:
         return Verified(choice if choice.shape[1] == 1 else choice[:, :1], None, None)
-    if proposal.parents is not None:
+    if proposal.parents is not None or choice.device.type == "cpu":
         return _walk(proposal, choice)
     order, is_real = _real(proposal)
     accepted = ((proposal.tokens == choice[:, : proposal.width]) & is_real).cumprod(1).sum(1)
@@ -104,9 +104,8 @@ def _real(proposal: Proposal) -> tuple[torch.Tensor, torch.Tensor]:
 def _walk(proposal: Proposal, choice: torch.Tensor) -> Verified:
     """Follows the target's `choice` [rows, width + 1], after the root and after each node, down each tree."""
     width, rows = proposal.width, []
-    whole = torch.cat([proposal.counts[:, None], proposal.tokens, proposal.parents, choice], 1)
-    for count, *row in whole.tolist():  # in Python: torch's calls take longer than the work on so few numbers
-        tokens, parents, chosen = row[:width], row[width : 2 * width], row[2 * width :]
+    # in Python: torch's calls take longer than the work on so few numbers
+    for count, tokens, parents, chosen in zip(*proposal.on_host(), choice.tolist()):
         last, path = -1, []
         for node in range(count):  # parents stand before their children, and of siblings one at most is right
             if parents[node] == last and tokens[node] == chosen[last + 1]:

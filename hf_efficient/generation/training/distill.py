@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from hf_efficient.generation.drafters.draft_heads import DraftHeads
 from hf_efficient.generation.training.rows import Row, save_tensors
+from hf_efficient.generation.training.target_states import hidden_of
 
 
 DEPTH_DECAY = 0.8  # weight of a guess in the loss, relative to the guess before it
@@ -19,7 +20,15 @@ WARMUP = 0.05  # share of the steps in which the learning rate rises
 RANKS = 10  # most probable guesses of a depth whose accuracies are measured
 TEMPERATURES = [0.6 * 1.15**i for i in range(12)]  # that are tried: 0.6 to 2.8
 BATCH_ROWS = 8  # answers a step
+ACCELERATOR_ROWS = 128  # the most there: fewer take as long, as the time goes into launches
+LEAST_STEPS = 256  # of an epoch, where a step could have more answers than `BATCH_ROWS`
 CHECKPOINT_STEPS = 50  # between two checkpoints
+
+
+def batch_rows(model, answers: int) -> int:
+    """Answers a step, of so many in all."""
+    most = BATCH_ROWS if model.device.type == "cpu" else ACCELERATOR_ROWS
+    return min(most, max(BATCH_ROWS, answers // LEAST_STEPS))
 
 
 def distill(
@@ -38,7 +47,8 @@ def distill(
     heads.float().requires_grad_(True).train()
     heads.bind(model)
     optimizers = _optimizers(heads, learning_rate)
-    run = {"steps": steps, "learning_rate": learning_rate, "seed": seed}
+    count = batch_rows(model, len(rows))
+    run = {"steps": steps, "rows": count, "learning_rate": learning_rate, "seed": seed}
     run |= {
         "kind": heads.kind,
         "shape": [*heads.shape.values(), heads.max_tokens, len(heads.draft_tokens)],
@@ -48,7 +58,7 @@ def distill(
     }
     run = json.dumps(run, sort_keys=True)
     done, losses = _resume(folder / f"{heads.kind}.safetensors", heads, optimizers, run)
-    order = _order([len(row.tokens) for row in rows], steps, seed)
+    order = _order([len(row.tokens) for row in rows], steps, count, seed)
     with logging.tqdm(total=steps, initial=done, desc="training", unit="step") as bar:
         for step in range(done, steps):
             warm = min(1.0, (step + 1) / max(1, WARMUP * steps))
@@ -71,7 +81,7 @@ def step_seconds(heads: DraftHeads, model, rows: list[Row]) -> float:
     for _ in range(2):
         start = time.perf_counter()
         for progress in (0.0, 0.75):
-            _step(heads, model, rows[:BATCH_ROWS], optimizers, 0.0, heads.trained_depth(progress))
+            _step(heads, model, rows[: batch_rows(model, len(rows))], optimizers, 0.0, heads.trained_depth(progress))
         seconds = time.perf_counter() - start
     heads.zero_grad(set_to_none=True)
     return seconds / 2
@@ -93,7 +103,7 @@ def measure(heads: DraftHeads, model, rows: list[Row]) -> None:
     counts = torch.zeros(heads.max_tokens, dtype=torch.float64)
     with torch.no_grad():
         for start in range(0, len(rows), BATCH_ROWS):
-            tokens, hidden, since = _batch(rows[start : start + BATCH_ROWS], device)
+            tokens, hidden, since = _batch(rows[start : start + BATCH_ROWS], model)
             hidden = hidden.to(model.dtype)
             truth = torch.full(hidden.shape[:2], -1, device=device)
             truth[since >= 0] = index[output(hidden[since >= 0][:, :size]).argmax(-1)]
@@ -134,7 +144,7 @@ def _step(heads: DraftHeads, model, rows: list[Row], optimizers: list, rate: flo
 
 def _loss(heads: DraftHeads, model, rows: list[Row], depth: int) -> torch.Tensor:
     """The weighted mean divergence of the first `depth` guesses in a row."""
-    tokens, hidden, since = _batch(rows, heads.draft_tokens.device)
+    tokens, hidden, since = _batch(rows, model)
     hidden = hidden.float()
     total, weight = 0.0, 0.0
     with torch.autocast(hidden.device.type, torch.bfloat16, enabled=model.dtype == torch.bfloat16):
@@ -150,28 +160,29 @@ def _loss(heads: DraftHeads, model, rows: list[Row], depth: int) -> torch.Tensor
     return total / weight
 
 
-def _batch(rows: list[Row], device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _batch(rows: list[Row], model) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens int64 [rows, length + 1] and hidden states [rows, length, hidden_size * (1 + layers)], padded on the
     right, and `since` int64 [rows, length]: the index in the answer of the token at a position, below 0 in the prompt
     and in padding. A guess of depth d (from 0) starts from an answer's token where since >= d."""
-    lengths = torch.tensor([len(row.hidden) for row in rows])
+    lengths = torch.tensor([len(row.tokens) - 1 for row in rows])
     prompts = torch.tensor([row.prompt for row in rows])
     tokens = torch.nn.utils.rnn.pad_sequence([row.tokens for row in rows], batch_first=True)
-    hidden = torch.nn.utils.rnn.pad_sequence([row.hidden for row in rows], batch_first=True)
+    hidden = torch.nn.utils.rnn.pad_sequence(hidden_of(model, rows), batch_first=True)
     column = torch.arange(hidden.shape[1])
     since = torch.where(column < lengths[:, None], column - prompts[:, None], -1)
-    return tokens.to(device), hidden.to(device), since.to(device)
+    return tokens.to(model.device), hidden.to(model.device), since.to(model.device)
 
 
-def _order(lengths: list[int], steps: int, seed: int) -> list[list[int]]:
-    """The rows of each step, by index: all rows once before any comes again, those of a step about equally long."""
+def _order(lengths: list[int], steps: int, count: int, seed: int) -> list[list[int]]:
+    """The `count` rows of each step, by index: all rows once before any comes again, those of a step about equally
+    long."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     while len(batches) < steps:
         shuffled, epoch = torch.randperm(len(lengths), generator=generator).tolist(), []
-        for start in range(0, len(shuffled), 16 * BATCH_ROWS):
-            near = sorted(shuffled[start : start + 16 * BATCH_ROWS], key=lambda row: lengths[row])
-            epoch += [near[i : i + BATCH_ROWS] for i in range(0, len(near), BATCH_ROWS)]
+        for start in range(0, len(shuffled), 16 * count):
+            near = sorted(shuffled[start : start + 16 * count], key=lambda row: lengths[row])
+            epoch += [near[i : i + count] for i in range(0, len(near), count)]
         batches += [epoch[i] for i in torch.randperm(len(epoch), generator=generator).tolist()]
     return batches[:steps]
 
@@ -193,7 +204,7 @@ def _resume(path: Path, heads, optimizers: list, run: str) -> tuple[int, list[fl
         metadata = file.metadata()
     if metadata["run"] != run:
         raise ValueError(
-            f"{path} holds another training (other text, target or arguments): delete it, or give another cache"
+            f"{path} holds another training (other text, target, device or arguments): delete it, or give another cache"
         )
     tensors = load_file(path)
     done = int(metadata["done"])

@@ -17,11 +17,11 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[st
 class Row:
     """One answer with its prompt.
 
-    tokens: int64 [n]. hidden: [n - 1, hidden_size * (1 + layers)]; the i-th predicted token i + 1. prompt: how many of
-    the tokens are the prompt.
+    tokens: int64 [n]. hidden: [n - 1, hidden_size * (1 + layers)]; the i-th predicted token i + 1; None where they were
+    not kept. prompt: how many of the tokens are the prompt.
     """
 
-    def __init__(self, tokens: torch.Tensor, hidden: torch.Tensor, prompt: int):
+    def __init__(self, tokens: torch.Tensor, hidden: torch.Tensor | None, prompt: int):
         self.tokens, self.hidden, self.prompt = tokens, hidden, prompt
 
 
@@ -32,7 +32,9 @@ def load_rows(files: list[Path]) -> list[Row]:
         shard = load_file(file)
         lengths = shard["lengths"].tolist()
         tokens = shard["tokens"].split(lengths)
-        hidden = shard["hidden"].split([length - 1 for length in lengths])
+        hidden = [None] * len(lengths)
+        if "hidden" in shard:
+            hidden = shard["hidden"].split([length - 1 for length in lengths])
         rows += [Row(*parts) for parts in zip(tokens, hidden, shard["prompts"].tolist())]
     return rows
 

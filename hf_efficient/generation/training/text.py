@@ -1,4 +1,5 @@
-"""The text that draft heads learn from: the target's answers to prompts, with the hidden state before every token."""
+"""The text that draft heads learn from: the target's answers to prompts, on a CPU with the hidden state before every
+token."""
 
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from hf_efficient.generation.drafters.base import Drafter
 from hf_efficient.generation.drafters.draft_heads import DraftHeads
 from hf_efficient.generation.speculation.options import Speculation
 from hf_efficient.generation.training.prompts import default_prompts
-from hf_efficient.generation.training.rows import save_tensors
+from hf_efficient.generation.training.rows import Row, save_tensors
+from hf_efficient.generation.training.target_states import are_kept
 
 
 MAX_PROMPT_TOKENS = 64  # of a prompt that the model writes itself
@@ -65,6 +67,7 @@ def generate_text(
     Returns the path of a safetensors file of all rows, one after the other and without padding:
         tokens: int64, prompts and answers.
         hidden: [., hidden size * (1 + layers)] in the model's dtype, one less a row: the i-th predicted token i + 1.
+            Not there where `are_kept` says no: then transformers' own loop generates, which takes large batches.
         lengths, prompts: int64 [rows], tokens of each row and of its prompt.
     A file that exists already is kept: the same arguments make the same file.
     """
@@ -76,23 +79,42 @@ def generate_text(
     chosen = own_prompts(model, tokenizer, batch_size, seed) if prompts is None and number % 4 > 1 else []
     chosen += [given[(number * batch_size + i) % len(given)] for i in range(batch_size - len(chosen))]
     inputs = _encode(tokenizer, chosen).to(model.device)
-    recorder = Recorder(DraftHeads.layers_read(model.config.get_text_config(decoder=True).num_hidden_layers))
     sampling = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0} if number % 2 else {"do_sample": False}
     options = {**sampling, "max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id}
+    rows = (_recorded if are_kept(model) else _generated)(model, inputs, seed, options)
+    tensors = {
+        "tokens": torch.cat([row.tokens for row in rows]),
+        "lengths": torch.tensor([len(row.tokens) for row in rows]),
+        "prompts": torch.tensor([row.prompt for row in rows]),
+    }
+    if are_kept(model):
+        tensors["hidden"] = torch.cat([row.hidden for row in rows]).to(model.dtype)
+    save_tensors(path, tensors)
+    return path
+
+
+def _recorded(model, inputs, seed: int, options: dict) -> list[Row]:
+    """Answers of more than one token, with their hidden states."""
+    layers = DraftHeads.layers_read(model.config.get_text_config(decoder=True).num_hidden_layers)
+    recorder, width, rows = Recorder(layers), inputs["input_ids"].shape[1], []
     ids = _generate(model, inputs, recorder, seed, **options)
-    width = inputs["input_ids"].shape[1]
-    tokens, hidden, lengths, prompt_lengths = [], [], [], []
     for b, parts in recorder.states.items():
         padding = width - int(inputs["attention_mask"][b].sum())
         states = torch.cat(parts)[padding:]
-        tokens.append(ids[b, padding : padding + len(states) + 1])
-        hidden.append(states)
-        lengths.append(len(states) + 1)
-        prompt_lengths.append(width - padding)
-    tensors = {"tokens": torch.cat(tokens), "hidden": torch.cat(hidden).to(model.dtype)}
-    tensors |= {"lengths": torch.tensor(lengths), "prompts": torch.tensor(prompt_lengths)}
-    save_tensors(path, tensors)
-    return path
+        rows.append(Row(ids[b, padding : padding + len(states) + 1], states, width - padding))
+    return rows
+
+
+def _generated(model, inputs, seed: int, options: dict) -> list[Row]:
+    """Answers of more than one token."""
+    ids, ends = _generate(model, inputs, None, seed, **options), model.generation_config.eos_token_id
+    width, paddings = inputs["input_ids"].shape[1], (inputs["attention_mask"] == 0).sum(1).tolist()
+    counts = torch.full((len(ids),), ids.shape[1] - width)
+    if ends is not None:  # what comes after an end is padding
+        ended = torch.isin(ids[:, width:], torch.tensor(ends, device=ids.device)).long().cumsum(1)
+        counts = 1 + (ended[:, :-1] == 0).sum(1).cpu()
+    rows = zip(ids.cpu(), counts.tolist(), paddings)
+    return [Row(row[skip : width + count], None, width - skip) for row, count, skip in rows if count > 1]
 
 
 def own_prompts(model, tokenizer, count: int, seed: int) -> list[str]:
@@ -115,7 +137,8 @@ def own_prompts(model, tokenizer, count: int, seed: int) -> list[str]:
         eos_token_id=end,
         pad_token_id=tokenizer.pad_token_id,
     )
-    written = _generate(model, inputs, Recorder(), seed, generation_config=settings)[:, inputs["input_ids"].shape[1] :]
+    recorder = Recorder() if are_kept(model) else None
+    written = _generate(model, inputs, recorder, seed, generation_config=settings)[:, inputs["input_ids"].shape[1] :]
     ended = torch.isin(written, torch.tensor(end, device=written.device)).any(1).tolist()
     texts = tokenizer.batch_decode(written, skip_special_tokens=True)
     return list(dict.fromkeys(text.strip() for text, whole in zip(texts, ended) if whole and text.strip()))
@@ -149,12 +172,15 @@ def collect_text(
     return files
 
 
-def _generate(model, inputs, recorder: Recorder, seed: int, **options) -> torch.Tensor:
-    """Token by token, seeded. Sequences that end leave the batch, as they do with any drafter."""
-    draft = Speculation(recorder, adaptive=False)
+def _generate(model, inputs, recorder: Recorder | None, seed: int, **options) -> torch.Tensor:
+    """Token by token, seeded. Sequences that end leave the batch, as they do with any drafter. Without a `recorder`,
+    by transformers' own loop."""
+    if recorder is not None:
+        draft = Speculation(recorder, adaptive=False)
+        options |= {"custom_generate": speculative_generate, "draft_model": draft}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return model.generate(**inputs, **options, custom_generate=speculative_generate, draft_model=draft)
+        return model.generate(**inputs, **options)
 
 
 def _as_chat(tokenizer, prompt: str) -> str:

@@ -11,8 +11,9 @@ import torch
 from hf_efficient.files import atomic_write
 from hf_efficient.generation.drafters.draft_heads import KINDS, DraftHeads, class_of
 from hf_efficient.generation.model_traits import check_ragged, decoder_layers
-from hf_efficient.generation.training.distill import BATCH_ROWS, distill, measure, step_seconds
+from hf_efficient.generation.training.distill import BATCH_ROWS, batch_rows, distill, measure, step_seconds
 from hf_efficient.generation.training.rows import frequent_tokens, load_rows, split_rows
+from hf_efficient.generation.training.target_states import hidden_of
 from hf_efficient.generation.training.text import collect_text
 
 
@@ -43,10 +44,12 @@ def train_draft(
     """Distils draft heads or a draft model from `model` and saves them in `output`; `generate(assistant_model=...)`
     uses them.
 
-    The model answers the prompts, half of them greedily and half sampled, and the hidden states of every token are
-    saved. Then heads of `kind` learn the model's distributions on these answers (Zhou et al. 2023, "DistillSpec"). On
-    disk the hidden states take `3 * num_tokens * hidden_size` numbers of the model's dtype (what the output head reads,
-    and the outputs of two inner layers), and those of the prompts about a fifth of that.
+    The model answers the prompts, half of them greedily and half sampled. Then heads of `kind` learn the model's
+    distributions on these answers (Zhou et al. 2023, "DistillSpec"). Of a model on a CPU the hidden states of every
+    token are saved: `3 * num_tokens * hidden_size` numbers of the model's dtype (what the output head reads, and the
+    outputs of two inner layers), and those of the prompts about a fifth of that. An accelerator computes them again for
+    every step, of up to 128 answers instead of 8 where there are many: it learns from millions of tokens in minutes
+    with a large `batch_size` and `num_tokens`, and then takes a larger `learning_rate`.
 
     With kind="model" the student is a small model, given as `draft` or made of the first and the best of the target's
     layers. It learns the target's answers, and in half of the steps text that it drafts itself, by the Jensen-Shannon
@@ -140,13 +143,16 @@ def train_draft(
         heads = class_of(kind).for_model(model, min(draft_tokens, config.vocab_size))
     heads.draft_tokens.copy_(frequent_tokens(rows, config.vocab_size, len(heads.draft_tokens)))
     heads.bind(model)
-    heads.fit((row.tokens, row.hidden) for row in rows[:FIT_ROWS])
-    steps = epochs * -(-len(rows) // BATCH_ROWS)
+    count = batch_rows(model, len(rows))
+    parts = [rows[start : start + count] for start in range(0, min(len(rows), FIT_ROWS), count)]
+    heads.fit((row.tokens, hidden) for part in parts for row, hidden in zip(part, hidden_of(model, part)))
+    steps = epochs * -(-len(rows) // count)
     if minutes is not None:
         left = 60 * minutes - (time.perf_counter() - start)
-        fitting = progress.get(f"{kind} steps") or int(left / step_seconds(heads, model, rows))
+        name = f"{kind} steps" if count == BATCH_ROWS else f"{kind} steps of {count} answers"
+        fitting = progress.get(name) or int(left / step_seconds(heads, model, rows))
         steps = max(1, min(steps, fitting))
-        progress.set(f"{kind} steps", steps)
+        progress.set(name, steps)
     distill(heads, model, rows, folder, steps, learning_rate, seed)
     measure(heads, model, held_out)
     heads.save_pretrained(output)

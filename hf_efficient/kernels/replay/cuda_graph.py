@@ -14,6 +14,19 @@ def on_device(device: torch.device) -> AbstractContextManager:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+_captures = [0]
+
+
+def capture_made() -> None:
+    """Called by each capture, on a CPU, too."""
+    _captures[0] += 1
+
+
+def captures_made() -> int:
+    """How many captures this process has made: the seconds of a step with one say nothing of later steps."""
+    return _captures[0]
+
+
 def is_graph_capturing() -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -48,6 +61,7 @@ class GraphCapture:
     """
 
     def __init__(self, forward: Callable, memory: tuple[int, int]):
+        capture_made()
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.no_grad(), torch.cuda.stream(stream):

@@ -11,7 +11,7 @@ from hf_efficient.kernels.native.tiers import once_a_tier
 
 NAMES = (
     "COPY NEG ABS RELU SILU GELU GELU_TANH TANH SIGMOID EXP SQRT RSQRT RECIPROCAL COS SIN POW ADD SUB MUL DIV MEAN SUM "
-    "ROWS LINEAR DENSE CALL RMS_NORM ROTARY GATED GATHER ARGMAX"
+    "ROWS LINEAR DENSE CALL RMS_NORM ROTARY GATED GATHER ARGMAX SOFTMAX TOP"
 ).split()
 OPS = {name: number for number, name in enumerate(NAMES)}  # `Op` of native/replay/replay.cpp
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `Type` of native/common/elementwise.h

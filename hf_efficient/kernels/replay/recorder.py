@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from hf_efficient.kernels.native.heap import HeapTrimmer
 from hf_efficient.kernels.native.structs import Product
 from hf_efficient.kernels.replay import aten_instructions, fusion, memory  # noqa: F401  registers torch's ops
-from hf_efficient.kernels.replay.cuda_graph import is_graph_capturing
+from hf_efficient.kernels.replay.cuda_graph import capture_made, is_graph_capturing
 from hf_efficient.kernels.replay.host_reads import HostReads, NotReplayable
 from hf_efficient.kernels.replay.instructions import OPS, Instruction, address, interpreter
 from hf_efficient.kernels.replay.registry import instructions_of, once_key
@@ -74,6 +74,7 @@ class Capture(TorchDispatchMode):
 
     def __init__(self, forward, late: torch.Tensor | None = None):
         super().__init__()
+        capture_made()
         self._kept, self._steps, program = [], [], []
         self._program = program  # instructions, and (function to call, the tensors it reads)
         self._given = {}  # address -> tensor, of what was read and not made

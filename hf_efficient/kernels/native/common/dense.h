@@ -23,10 +23,21 @@ template <int CHAINS, class F> static INLINE void for_terms(int64_t width, F bod
     if (k < width) body(k, width - k, 0);
 }
 
-// y[i][j] (strides ld) <- x[i] . w[j] + bias[j] for M rows of x and `count` of w, at most SUMS / M
-template <int M, int AHEAD>
+// Rows of w that are asked for beside `count` rows of x from `row` on: bit j for the rows j, j + 4, j + 8, ... All rows
+// of x share this, so that memory sends without a pause. With fewer than 8, each of them asks for everything: then
+// memory sends up to a seventh more a second, by measurement.
+static INLINE int sent_beside(int64_t row, int64_t count, int64_t rows) {
+    int sent = 0;
+    for (int j = 0; j < 4; j++) sent |= (rows < 8 || (row <= rows * j / 4 && rows * j / 4 < row + count)) << j;
+    return sent;
+}
+
+// y[i][j] (strides ld) <- x[i] . w[j] + bias[j] for M rows of x and `count` of w, at most SUMS / M. What is read SUMS
+// rows later is on its way to the second level: the first has few buffers for lines that memory has not sent.
+// sent: what `sent_beside` says.
+template <int M>
 static INLINE void dense_tile(const uint16_t *x, const uint16_t *w, const uint16_t *bias, int64_t width, int64_t count,
-                              uint16_t *y, int64_t ld) {
+                              uint16_t *y, int64_t ld, int sent) {
     // Where registers are few, one row of x is multiplied by one of w at a time: memory is faster at a single stream.
     constexpr int CHAINS = M == 1 && SUMS_IN_REGISTERS == 4 ? 2 : 1;  // sums that do not wait for each other
     constexpr int N = SUMS / M, AT_ONCE = CHAINS > 1 ? 1 : std::min(N, std::max(1, SUMS_IN_REGISTERS / M));
@@ -41,7 +52,7 @@ static INLINE void dense_tile(const uint16_t *x, const uint16_t *w, const uint16
 #pragma GCC unroll 16
             for (int j = 0; j < AT_ONCE; j++) {
                 const uint16_t *from = w + std::min<int64_t>(first + j, count - 1) * width + k;
-                __builtin_prefetch(from + AHEAD, 0, 0);
+                if (sent >> (first + j) % 4 & 1) __builtin_prefetch(from + SUMS * width, 0, 2);
                 const Terms weights = load_terms(from, count_of_terms);
 #pragma GCC unroll 8
                 for (int i = 0; i < M; i++) {
@@ -71,23 +82,21 @@ static INLINE void dense_tile(const uint16_t *x, const uint16_t *w, const uint16
 }
 
 // y [rows, columns] <- x [rows, width] @ w [columns, width]^T + bias [columns] or null, all bfloat16
-template <class Ahead>
-static INLINE void dense_ahead(Ahead ahead, const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y,
-                               int64_t rows, int64_t columns, int64_t width) {
+static void dense_rows(const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, int64_t rows,
+                       int64_t columns, int64_t width) {
     parallel(ceil_div(columns, SUMS), [&](int64_t tile, int64_t end) {
         for (; tile < end; tile++)
             for (int64_t row = 0, left = rows; left > 0;) {
                 auto some = [&](auto m) __attribute__((always_inline)) {
                     constexpr int M = decltype(m)::value, N = SUMS / M;
                     const int64_t last = std::min(columns, (tile + 1) * SUMS);
+                    const int sent = sent_beside(row, M, rows);
                     for (int64_t j = tile * SUMS; j < last; j += N)
-                        dense_tile<M, decltype(ahead)::value>(x + row * width, w + j * width, bias ? bias + j : nullptr,
-                                                              width, std::min<int64_t>(N, last - j),
-                                                              y + row * columns + j, columns);
+                        dense_tile<M>(x + row * width, w + j * width, bias ? bias + j : nullptr, width,
+                                      std::min<int64_t>(N, last - j), y + row * columns + j, columns, sent);
                     row += M, left -= M;
                 };
-                if (left >= 8 && REGISTERS == 32) some(std::integral_constant<int, 8>());
-                else if (left >= 4) some(std::integral_constant<int, 4>());
+                if (left >= 4) some(std::integral_constant<int, 4>());
                 else if (left >= 2) some(std::integral_constant<int, 2>());
                 else some(std::integral_constant<int, 1>());
             }
@@ -145,19 +154,11 @@ static void dense_amx(const uint16_t *x, const uint16_t *w, const uint16_t *bias
 }
 #endif
 
-// The distances of prefetching, in elements, are measured: larger where the rows of x take several passes.
+// dense_amx, which is faster for any number of rows, where the CPU has it; else dense_rows
 static void dense(const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, int64_t rows,
                   int64_t columns, int64_t width) {
 #if AMX
-    if (width % (2 * AMX_TERMS) == 0 && AMX_IS_GRANTED)  // faster for any number of rows
-        return dense_amx(x, w, bias, y, rows, columns, width);
+    if (width % (2 * AMX_TERMS) == 0 && AMX_IS_GRANTED) return dense_amx(x, w, bias, y, rows, columns, width);
 #endif
-    auto run = [&](auto ahead) __attribute__((always_inline)) {
-        dense_ahead(ahead, x, w, bias, y, rows, columns, width);
-    };
-    if (REGISTERS < 32 && rows <= 4) run(std::integral_constant<int, 16384>());
-    else if (REGISTERS < 32) run(std::integral_constant<int, 0>());
-    else if (rows <= 4) run(std::integral_constant<int, 2048>());
-    else if (rows <= 8) run(std::integral_constant<int, 2560>());
-    else run(std::integral_constant<int, 2048>());
+    dense_rows(x, w, bias, y, rows, columns, width);
 }

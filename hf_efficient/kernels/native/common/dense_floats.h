@@ -6,9 +6,8 @@
 // y[i][j] (strides ld) <- x[i] . w[j] + bias[j] for M rows of x and `count` of w, at most SUMS / M
 template <int M>
 static INLINE void float_tile(const float *x, const float *w, const float *bias, int64_t width, int64_t count, float *y,
-                              int64_t ld) {
+                              int64_t ld, int sent) {
     constexpr int N = SUMS / M, AT_ONCE = std::min(N, std::max(1, SUMS_IN_REGISTERS / M));
-    constexpr int64_t AHEAD = 1024;  // elements
     Floats all[SUMS];
 #pragma GCC unroll 1
     for (int first = 0; first < N; first += AT_ONCE) {
@@ -20,7 +19,7 @@ static INLINE void float_tile(const float *x, const float *w, const float *bias,
 #pragma GCC unroll 16
             for (int j = 0; j < AT_ONCE; j++) {
                 const float *from = w + std::min<int64_t>(first + j, count - 1) * width + k;
-                __builtin_prefetch(from + AHEAD, 0, 0);
+                if (sent >> (first + j) % 4 & 1) __builtin_prefetch(from + SUMS * width, 0, 2);  // as in dense.h
                 const Floats weights = load_some(from, terms);
 #pragma GCC unroll 8
                 for (int i = 0; i < M; i++) {
@@ -53,13 +52,13 @@ static void dense_floats(const float *x, const float *w, const float *bias, floa
                 auto some = [&](auto m) __attribute__((always_inline)) {
                     constexpr int M = decltype(m)::value, N = SUMS / M;
                     const int64_t last = std::min(columns, (tile + 1) * SUMS);
+                    const int sent = sent_beside(row, M, rows);
                     for (int64_t j = tile * SUMS; j < last; j += N)
                         float_tile<M>(x + row * width, w + j * width, bias ? bias + j : nullptr, width,
-                                      std::min<int64_t>(N, last - j), y + row * columns + j, columns);
+                                      std::min<int64_t>(N, last - j), y + row * columns + j, columns, sent);
                     row += M, left -= M;
                 };
-                if (left >= 8 && REGISTERS == 32) some(std::integral_constant<int, 8>());
-                else if (left >= 4) some(std::integral_constant<int, 4>());
+                if (left >= 4) some(std::integral_constant<int, 4>());
                 else if (left >= 2) some(std::integral_constant<int, 2>());
                 else some(std::integral_constant<int, 1>());
             }

@@ -71,7 +71,7 @@ static void dense_tiles(const uint16_t *x, const uint16_t *w, const uint16_t *bi
 #endif
 
 // Rows of x. Fewer do not pay for it (measured), and more at once would take memory.
-constexpr int64_t LEAST_LAID_OUT = 12, MOST_LAID_OUT = 512;
+constexpr int64_t LEAST_LAID_OUT = 24, MOST_LAID_OUT = 512;
 
 // `dense` of dense.h, by tiles where that takes less time: they add the terms of a sum in another order.
 static void dense_product(const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, int64_t rows,

@@ -31,20 +31,23 @@ static INLINE Floats soft_capped(Floats x, float cap) {
 struct Softmax {
     float top = LOWEST, total = 0;
 
-    // Makes weights of the scores of `blocks` times 16 keys; returns what earlier sums must be multiplied with.
-    INLINE float add(Floats *scores, int64_t blocks) {
+    // Makes weights of the scores of `blocks` times 16 keys, and adds them to `totals`, lane by lane; returns what
+    // earlier sums must be multiplied with, as these are.
+    INLINE float add(Floats *scores, int64_t blocks, Floats &totals) {
         Floats high = scores[0];
+#pragma GCC unroll 4
         for (int64_t b = 1; b < blocks; b++) high = maximum(high, scores[b]);
         const float before = top;
         top = std::max(top, highest(high));
         Floats all = {};
+#pragma GCC unroll 4
         for (int64_t b = 0; b < blocks; b++) {
             scores[b] = exp2(scores[b] - top);
             all += scores[b];
         }
         // the first scores correct nothing; exp2f is slow where it underflows
         const float correction = top == before ? 1.0f : before == LOWEST ? 0.0f : exp2f(before - top);
-        total = std::fma(total, correction, sum(all));  // whatever a compiler would make of a product and a sum
+        totals = multiply_add(totals, splat(correction), all);
         return correction;
     }
 };

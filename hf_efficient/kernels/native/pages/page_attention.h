@@ -105,6 +105,7 @@ struct Biases {
 // Weights of the keys [blocks] as terms of tokens.
 template <class A> static INLINE void store_terms(const Floats *weights, int64_t blocks, typename A::Term *out) {
     if constexpr (A::NUMBERS == 2) {
+#pragma GCC unroll 2
         for (int64_t b = 0; b < blocks; b += 2) {
             const Floats second = b + 1 < blocks ? weights[b + 1] : Floats{};
             *(Words *)(out + b * LANES / 2) = chunk_of<A>(weights[b], second).terms[0];
@@ -114,22 +115,30 @@ template <class A> static INLINE void store_terms(const Floats *weights, int64_t
     }
 }
 
-// scores [row][block] of a tile's products <- weights of its tokens in the softmax; corrections: what earlier sums are
-// multiplied by. key_scales: of the products of each token, or null.
+// scores [row][block] of a tile's products <- weights of its tokens in the softmax, for rows [first, end).
+// terms: where they are stored instead, as terms of tokens, or null. totals: sums of each row's weights, lane by lane.
+// corrections: what earlier sums are multiplied by. key_scales: of the products of each token, or null.
+template <class A>
 static SHARED void soften(const Biases &biases, const Visibility &sight, int64_t blocks, int64_t start,
-                          const uint64_t *seen, const Floats *key_scales, Floats (*scores)[TILE_BLOCKS],
-                          Softmax *softmax, float *corrections) {
+                          const uint64_t *seen, const Floats *key_scales, int64_t first, int64_t end,
+                          Floats (*scores)[TILE_BLOCKS], Softmax *softmax, Floats *totals, float *corrections,
+                          typename A::Term *terms) {
+    constexpr int TERMS = TILE_TOKENS / A::NUMBERS;
     const AttentionCall &call = biases.call;
     const bool only_scales = !call.softcap && !biases.slopes && !biases.table && !key_scales && blocks == TILE_BLOCKS;
     const float scale = call.softmax_scale * LOG2_E;
-    const int64_t rows = call.height(), width = call.width;
-    for (int64_t m = 0, query = 0; m < rows; m++, query = query + 1 == width ? 0 : query + 1) {
+    const int64_t width = call.width;
+    for (int64_t m = first, query = first % width; m < end; m++, query = query + 1 == width ? 0 : query + 1) {
         if (only_scales) {  // as below, in registers
             Floats row[TILE_BLOCKS];
 #pragma GCC unroll 4
             for (int b = 0; b < TILE_BLOCKS; b++)
                 row[b] = blend(seen[query] >> (b * LANES), scores[m][b] * scale, splat(-INFINITY));
-            corrections[m] = softmax[m].add(row, TILE_BLOCKS);
+            corrections[m] = softmax[m].add(row, TILE_BLOCKS, totals[m]);
+            if (terms) {
+                store_terms<A>(row, TILE_BLOCKS, terms + m * TERMS);
+                continue;
+            }
 #pragma GCC unroll 4
             for (int b = 0; b < TILE_BLOCKS; b++) scores[m][b] = row[b];
             continue;
@@ -140,21 +149,23 @@ static SHARED void soften(const Biases &biases, const Visibility &sight, int64_t
             score = biases.apply(score, sight, m, start + b * LANES);
             scores[m][b] = blend(seen[query] >> (b * LANES), score, splat(-INFINITY));
         }
-        corrections[m] = softmax[m].add(scores[m], blocks);
+        corrections[m] = softmax[m].add(scores[m], blocks, totals[m]);
+        if (terms) store_terms<A>(scores[m], blocks, terms + m * TERMS);
     }
 }
 
-// sums [block of channels][row] <- their corrected values, and a tile's values times `scores`. value_scales: of tokens,
-// where scales are PER_TOKEN.
+// sums [block of channels][`height` rows] <- their corrected values, and a tile's values times `scores`, for the first
+// `rows`. weights: room for the scores as terms of tokens, where they stand without scales already. value_scales: of
+// tokens, where scales are PER_TOKEN.
 template <class A>
 static SHARED void add_values(const Tile &tile, Scales scales, float middle, const Pages &values,
-                              const ChannelBlocks &channels, int64_t rows, const Floats (*scores)[TILE_BLOCKS],
-                              Floats *value_scales, const float *corrections, typename A::Term *weights,
-                              const Floats *value_tile, Floats (*sums)[TILE_BLOCKS]) {
+                              const ChannelBlocks &channels, int64_t rows, int64_t height,
+                              const Floats (*scores)[TILE_BLOCKS], Floats *value_scales, const float *corrections,
+                              typename A::Term *weights, const Floats *value_tile, Floats (*sums)[TILE_BLOCKS]) {
     constexpr int TERMS = TILE_TOKENS / A::NUMBERS;  // of a tile's tokens
     Floats value_middles[TILE_BLOCKS];
     int64_t group = -1;
-    for (int64_t i = 0; i < channels.count; i++, sums += rows) {
+    for (int64_t i = 0; i < channels.count; i++, sums += height) {
         const auto block = channels.block[i];
         const bool is_new = block.group != group;
         group = block.group;
@@ -164,21 +175,27 @@ static SHARED void add_values(const Tile &tile, Scales scales, float middle, con
             for (int64_t b = 0; b < tile.blocks; b++) value_middles[b] += middle * value_scales[b];
         }
         for (int64_t m = 0; m < rows; m++) {
-            Floats scaled_weights[TILE_BLOCKS], shift = {};
-            for (int64_t b = 0; b < tile.blocks; b++) {
-                scaled_weights[b] = scales == NONE ? scores[m][b] : scores[m][b] * value_scales[b];
-                if (scales == PER_GROUP) shift += scores[m][b] * value_middles[b];
+            Floats shift = {};
+            if (scales != NONE) {
+                Floats scaled_weights[TILE_BLOCKS];
+                for (int64_t b = 0; b < tile.blocks; b++) {
+                    scaled_weights[b] = scores[m][b] * value_scales[b];
+                    if (scales == PER_GROUP) shift += scores[m][b] * value_middles[b];
+                }
+                if (is_new) store_terms<A>(scaled_weights, tile.blocks, weights + m * TERMS);
             }
-            if (is_new) store_terms<A>(scaled_weights, tile.blocks, weights + m * TERMS);
             const float constant = scales == PER_GROUP ? sum(shift) : 0;
             if (scales != PER_GROUP && corrections[m] == 1) continue;
             for (int64_t v = 0; v < block.width; v++) sums[m][v] = sums[m][v] * corrections[m] + constant;
         }
         const int64_t steps = ceil_div(tile.count, A::NUMBERS);
         tile_rows(block.width, rows, weights, TERMS, value_tile + block.first * steps, steps, false,
-                  rows >= LEAST_AMX_ROWS, sums);
+                  height >= LEAST_AMX_ROWS, sums);
     }
 }
+
+// Of queries, whose scores stay in the first-level cache: whole blocks of `tile_rows`.
+constexpr int64_t ROWS_AT_ONCE = AMX ? 32 : 4 * TILE_ROWS;
 
 // Attends over a span, tile by tile, for `heads` key heads from `first_head` on, whose keys lie side by side. results:
 // one for each head. A: the arithmetic. F: the format of the pages or of the ring.
@@ -194,21 +211,23 @@ static void attend_span(const Span &span, int64_t first_head, int64_t heads, Pre
     const F key_format(keys.dim), value_format(values.dim);
     const int64_t rows = call.height(), width = call.width, ld = ceil_div(keys.dim, CHUNK) * CHUNK / A::NUMBERS;
 
-    static thread_local Buffer buffers[7];
+    static thread_local Buffer buffers[8];
     Floats *key_tile = buffers[0].get<Floats>(ld * A::NUMBERS * TILE_BLOCKS);
     Floats *value_tile = buffers[1].get<Floats>(TERMS * channels.vectors);
     Floats(*scores)[TILE_BLOCKS] = (Floats(*)[TILE_BLOCKS])buffers[2].get<Floats>(rows * TILE_BLOCKS);
     Term *weights = buffers[3].get<Term>(rows * TERMS), *scaled = buffers[4].get<Term>(rows * ld);
     float *offsets = buffers[5].get<float>(2 * rows), *corrections = offsets + rows;
     uint64_t *seen = buffers[6].get<uint64_t>(width);
+    Floats *const totals = buffers[7].get<Floats>(heads * rows);
 
     const Queries<A> queries(call, span.sequence, first_head, heads);
     for (int64_t h = 0; h < heads; h++) {
         for (int64_t m = 0; m < rows; m++) results[h].softmax[m] = Softmax();
         std::fill_n((Floats *)results[h].sums, channels.count * rows * TILE_BLOCKS, Floats{});
+        std::fill_n(totals + h * rows, rows, Floats{});
     }
-    // prefetches four times a tile and head
-    const int64_t share = ceil_div(ahead.tokens(), 4 * heads * ceil_div(span.end - span.begin, TILE_TOKENS));
+    // prefetches five times a tile and head: many at once would wait for each other
+    const int64_t share = ceil_div(ahead.tokens(), 5 * heads * ceil_div(span.end - span.begin, TILE_TOKENS));
     for (int64_t start = span.begin, end; start < span.end; start = end) {
         end = std::min(start + TILE_TOKENS, span.end);
         const int64_t group_end = F::SCALES == PER_GROUP ? (start / call.token_group + 1) * call.token_group : end;
@@ -227,42 +246,61 @@ static void attend_span(const Span &span, int64_t first_head, int64_t heads, Pre
 
             tile.keep(anyone);
             ahead.some(share);
-            for (int64_t block = 0, last; block < tile.blocks; block = last) {  // group of tokens by group
-                const int64_t token = start + block * LANES;
-                const Term *query_terms = queries.terms + h * rows * ld;
-                last = tile.blocks;
-                if constexpr (F::SCALES == PER_GROUP) {
-                    last = std::min(last, block + ceil_div(call.token_group - token % call.token_group, LANES));
+            Floats key_scales[TILE_BLOCKS], value_scales[TILE_BLOCKS];
+            if constexpr (F::SCALES == PER_TOKEN) {
+                tile.scales(keys.scale, key_scales);
+                tile.scales(values.scale, value_scales);
+            }
+            const Floats *of_keys = F::SCALES == PER_TOKEN ? key_scales : nullptr;
+            auto multiply = [&](const Term *query_terms, int64_t count, int64_t block, int64_t last, int64_t m) {
+                tile_rows(last - block, count, query_terms + m * ld, ld, key_tile, ceil_div(keys.dim, A::NUMBERS), true,
+                          rows >= LEAST_AMX_ROWS, (Floats(*)[TILE_BLOCKS])&scores[m][block]);
+            };
+            auto attend = [&](int64_t first, int64_t end) {  // rows
+                soften<A>(biases, sight, tile.blocks, start, seen, of_keys, first, end, scores, result.softmax,
+                          totals + h * rows, corrections, F::SCALES == NONE ? weights : nullptr);
+                if (first == 0) ahead.some(share);
+                add_values<A>(tile, F::SCALES, F::MIDDLE, values, channels, end - first, rows, scores + first,
+                              value_scales, corrections + first, weights + first * TERMS, value_tile,
+                              result.sums + first);
+            };
+            const Term *query_terms = queries.terms + h * rows * ld;
+            if constexpr (F::SCALES != PER_GROUP) {
+                load_keys<A>(tile, 0, tile.blocks, key_format, keys, key_tile);
+                ahead.some(share);
+                for (int64_t m = 0; m < rows; m += ROWS_AT_ONCE) {
+                    const int64_t last = std::min(m + ROWS_AT_ONCE, rows);
+                    multiply(query_terms, last - m, 0, tile.blocks, m);
+                    if (m == 0) {
+                        ahead.some(share);
+                        load_values<A>(tile, value_format, values, channels, value_tile);
+                        ahead.some(share);
+                    }
+                    attend(m, last);
+                }
+            } else {
+                for (int64_t block = 0, last; block < tile.blocks; block = last) {  // group of tokens by group
+                    const int64_t token = start + block * LANES;
+                    last = std::min(tile.blocks, block + ceil_div(call.token_group - token % call.token_group, LANES));
                     const int64_t slot = source.slot(token);
                     if (slot < 0) continue;
                     const int64_t shared = call.heads * keys.dim;
                     const int64_t group =
                         keys.token_scale(slot, call.block_size, shared, call.token_group) + head * keys.dim;
                     queries.scale(query_terms, keys.scale + group, keys.minimum + group, F::MIDDLE, scaled, offsets);
-                    query_terms = scaled;
-                }
-                load_keys<A>(tile, block, last, key_format, keys, key_tile);
-                tile_rows(last - block, rows, query_terms, ld, key_tile, ceil_div(keys.dim, A::NUMBERS), true,
-                          rows >= LEAST_AMX_ROWS, (Floats(*)[TILE_BLOCKS])&scores[0][block]);
-                if (F::SCALES == PER_GROUP)
+                    load_keys<A>(tile, block, last, key_format, keys, key_tile);
+                    multiply(scaled, rows, block, last, 0);
                     for (int64_t m = 0; m < rows; m++)
                         for (int64_t b = block; b < last; b++) scores[m][b] += offsets[m];
-                ahead.some(ceil_div(share * (last - block), tile.blocks));
+                    ahead.some(ceil_div(share * (last - block), tile.blocks));
+                }
+                ahead.some(share);
+                load_values<A>(tile, value_format, values, channels, value_tile);
+                ahead.some(share);
+                attend(0, rows);
             }
-            Floats key_scales[TILE_BLOCKS], value_scales[TILE_BLOCKS];
-            if constexpr (F::SCALES == PER_TOKEN) {
-                tile.scales(keys.scale, key_scales);
-                tile.scales(values.scale, value_scales);
-            }
-            ahead.some(share);
-            load_values<A>(tile, value_format, values, channels, value_tile);
-            ahead.some(share);
-
-            const Floats *of_keys = F::SCALES == PER_TOKEN ? key_scales : nullptr;
-            soften(biases, sight, tile.blocks, start, seen, of_keys, scores, result.softmax, corrections);
-
-            add_values<A>(tile, F::SCALES, F::MIDDLE, values, channels, rows, scores, value_scales, corrections,
-                          weights, value_tile, result.sums);
         }
     }
+    for (int64_t h = 0; h < heads; h++)
+        for (int64_t m = 0; m < rows; m++) results[h].softmax[m].total = sum(totals[h * rows + m]);
 }

@@ -5,6 +5,7 @@
 #include "dense_tiles.h"
 #include "layout.h"
 #include "look_ups.h"
+#include "selection.h"
 #include <initializer_list>
 
 enum Op : int32_t {
@@ -18,6 +19,7 @@ enum Op : int32_t {
     RMS_NORM, ROTARY, GATED,         // several ops in one, see kernels/replay/fusion.py
     GATHER,                          // y[i][j] = a[i][b[j]]: sizes[1] rows, sizes[2] int64 indices, sizes[3] bytes each
     ARGMAX,                          // int64 y: the index of the largest element of a in its last dimension
+    SOFTMAX, TOP,  // of sizes[2] rows of float a; TOP: y and int64 c are the `beta` largest of each and their indices
 };
 
 struct Operand {         // mirrored in kernels/replay/instructions.py, as Instruction is
@@ -317,14 +319,6 @@ static void gated(const Instruction &in) {
     });
 }
 
-struct Best {
-    int32_t key;  // ordered as the numbers, NaN above all others
-    int32_t index;
-    INLINE void meet(Best other) {
-        if (other.key > key || (other.key == key && other.index < index)) *this = other;
-    }
-};
-
 // Each thread reads the same columns of all rows: where a product has written them, the columns that it wrote itself.
 static void argmax(const Instruction &in) {
     const int64_t *sizes = in.sizes, rows = sizes[0] * sizes[1] * sizes[2], parts = ceil_div(sizes[3], CHUNK);
@@ -340,9 +334,7 @@ static void argmax(const Instruction &in) {
             for (int64_t j = count; j % LANES; j++) x[j] = -INFINITY;
             Ints keys = lanes * 0 + INT32_MIN, indices = lanes;
             for (int64_t j = 0; j < count; j += LANES) {
-                const Floats values = *(const Floats *)(x + j) + 0.0f;  // -0 becomes 0
-                const Ints bits = (Ints)values, nans = (Ints)(values != values);
-                const Ints key = ((bits ^ (bits >> 31 & INT32_MAX)) & ~nans) | (nans & INT32_MAX), larger = key > keys;
+                const Ints key = ordered(*(const Floats *)(x + j)), larger = key > keys;
                 keys = (key & larger) | (keys & ~larger);
                 indices = ((lanes + (int32_t)(first + j)) & larger) | (indices & ~larger);
             }
@@ -378,6 +370,9 @@ extern "C" int64_t hf_replay(const Instruction *in, int64_t count) {
         else if (in->op == ROTARY) rotary(*in);
         else if (in->op == GATED) gated(*in);
         else if (in->op == ARGMAX) argmax(*in);
+        else if (in->op == SOFTMAX || in->op == TOP)
+            select_rows((const float *)in->a.data, in->sizes[2], in->sizes[3], in->beta, (float *)in->y.data,
+                        (int64_t *)in->c.data);
         else if (in->op == DENSE && in->a.type == FLOAT)
             dense_floats((const float *)in->a.data, (const float *)in->b.data, (const float *)in->c.data,
                          (float *)in->y.data, in->sizes[1], in->sizes[2], in->sizes[3]);

@@ -97,10 +97,10 @@ static INLINE void few_rows(const Sparse &w, int64_t band, const uint16_t *x, Fl
         Step at[M];
 #pragma GCC unroll 4
         for (int m = 0; m < M; m++) at[m] = step_of(x + m * w.width);
-        __builtin_prefetch(masks + AHEAD / 16);
+        __builtin_prefetch(masks + AHEAD / 16, 0, 2);
 #pragma GCC unroll 4
         for (int j = 0; j < BAND; j++) {
-            __builtin_prefetch(from + AHEAD);
+            __builtin_prefetch(from + AHEAD, 0, 2);
             const Step weights = expanded<READING>(from, masks[j]);
 #pragma GCC unroll 4
             for (int m = 0; m < M; m++) sum[m][j] = dot(sum[m][j], weights, at[m]);
