@@ -42,7 +42,6 @@ def compile_linear(
     constexprs |= dict(LOOKUP=lookup, PER_ROW=per_row, PTX=target != "gfx942", QUADS=target in QUADS)
     constexprs |= dict(BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, UPCAST=False)
     constexprs |= weight_only.register_options(tile)
-    registers = constexprs.pop("maxnreg", None)
     constexprs["stride_sg"] = 1 if group else 0
     if asymmetric:
         constexprs["stride_zg"] = constexprs["stride_sg"]
@@ -56,7 +55,7 @@ def compile_linear(
             signature[name] = types.get(name.split("_")[0], f"*{dtype}") if name.endswith("_ptr") else "i32"
     aligned = tuple(name for name in ("N", "K", "stride_x") if name in signature)
     stages = launch_configs.stages(tile, bits)
-    return compile_kernel(kernel, signature, constexprs, target, tile.num_warps, stages, aligned, registers)
+    return compile_kernel(kernel, signature, constexprs, target, tile.num_warps, stages, aligned)
 
 
 @pytest.mark.parametrize(

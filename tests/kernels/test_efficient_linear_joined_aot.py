@@ -76,7 +76,7 @@ def test_packed(target):
         QUADS=target in QUADS,
     )
     constexprs |= dict(SPLIT=True, BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, UPCAST=False)
-    constexprs |= dict.fromkeys(("bias0", "bias1", "bias2")) | dict(WARPS=0, EXCHANGE=False, CHUNK=0)
+    constexprs |= dict.fromkeys(("bias0", "bias1", "bias2")) | dict(WARPS=0, EXCHANGE=False)
     kinds = types(kernel, "bf16", packed="*i32", zero="*u8", partial="*fp32", arrivals="*i32")
     stages = launch_configs.stages(tile, 4)
     compiled = compile_launch(kernel, kinds, constexprs, target, tile.num_warps, stages, ("K", "stride_x"))

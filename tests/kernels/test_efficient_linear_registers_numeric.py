@@ -13,15 +13,15 @@ from hf_efficient.kernels.efficient_linear import launch_configs, weight_only
 
 
 CASES = [  # bits, group, symmetric, tokens, rows and columns of the weight, tile
-    (4, 64, False, 1, 40, 1024, (32, 8, 4, False, 512)),
-    (4, 64, False, 8, 40, 1536, (32, 8, 2, True, 256)),  # an odd number of chunks
-    (4, 64, True, 16, 16, 512, (16, 16, 2, False, 512)),
-    (4, 128, False, 7, 33, 3584, (64, 8, 2, True, 512)),  # the last split is shorter
-    (4, 256, False, 3, 70, 512, (16, 8, 1, False, 256)),
-    (4, -1, False, 5, 40, 512, (16, 8, 2, True, 256)),
-    (2, 64, False, 16, 40, 1024, (32, 16, 2, True, 256)),
-    (3, 256, False, 11, 40, 1024, (32, 16, 2, True, 512)),
-    (3, None, True, 2, 17, 1024, (32, 8, 4, False, 512)),
+    (4, 64, False, 1, 40, 1024, (16, 4, False)),
+    (4, 64, False, 8, 40, 1280, (32, 2, True)),  # an odd number of chunks
+    (4, 64, True, 2, 16, 512, (16, 2, False)),
+    (4, 128, False, 7, 33, 3584, (64, 2, True)),  # the last split is shorter
+    (4, 256, False, 3, 70, 512, (16, 1, False)),
+    (4, -1, False, 5, 40, 512, (16, 2, True)),
+    (2, 64, False, 8, 40, 1024, (32, 2, True)),
+    (3, 256, False, 6, 40, 1024, (32, 2, True)),
+    (3, None, False, 2, 17, 1024, (32, 4, False)),
 ]
 
 
@@ -32,12 +32,12 @@ def on_hopper(kernel_device):
 
 
 def product(case, dtype, device, monkeypatch):
-    bits, group, symmetric, tokens, rows, columns, (block_n, block_m, warps, exchange, chunk) = case
-    tile = launch_configs.RegisterTile(block_n, block_m, warps, 1, 8, exchange, chunk)
-    monkeypatch.setattr(weight_only, "IN_REGISTERS", {16: tile})
+    bits, group, symmetric, tokens, rows, columns, (block_n, warps, exchange) = case
+    tile = launch_configs.RegisterTile(block_n, 8, warps, 1, 8, exchange)
+    monkeypatch.setattr(weight_only, "IN_REGISTERS", {8: tile})
     packed, scale, zero, layout = random_weight(rows, columns, bits, group, symmetric, dtype, device)
     x = torch.randn(tokens, columns, device=device).to(dtype)
-    assert weight_only.few_tokens_tile(x, (scale, zero), bits, group) is tile
+    assert weight_only.few_tokens_tile(x, (scale,), (zero,), bits, group) is tile
     check_product(x, packed, scale, zero, torch.randn(rows, device=device), layout)
 
 
@@ -57,7 +57,7 @@ def test_inline_assembly(number, monkeypatch):
 
 
 def test_k_is_split_and_the_counters_come_back_to_zero(kernel_device, monkeypatch, nan_poison, arrivals):
-    product((4, 64, False, 2, 70, 3584, (32, 8, 2, False, 256)), torch.float16, kernel_device, monkeypatch)
+    product((4, 64, False, 2, 70, 3584, (32, 2, False)), torch.float16, kernel_device, monkeypatch)
     assert len(arrivals) == 1 and arrivals[0].numel() == 3 and not arrivals[0].any()
 
 
@@ -74,7 +74,7 @@ def test_other_layouts_take_the_other_kernel(kernel_device):
     x = torch.randn(3, 1032, device=kernel_device).half()
     columns = scale.t().contiguous().t()
     for given, scales in ((x[:, 1:1025], scale), (x[:, :1024], columns), (x[:, :1024], scale.float())):
-        assert not isinstance(weight_only.few_tokens_tile(given, (scales, zero), 4, 64), launch_configs.RegisterTile)
+        assert not isinstance(weight_only.few_tokens_tile(given, (scales,), (zero,), 4, 64), launch_configs.RegisterTile)
         expected = efficient_linear.weight_only_linear_reference(given, packed, scales, zero, **layout)
         actual = efficient_linear.weight_only_linear(given, packed, scales, zero, **layout)
         assert (actual - expected).abs().max() <= 2e-3 * expected.abs().max()

@@ -61,7 +61,7 @@ def gate_up_silu(
     out = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
-    tile = few_tokens_tile(x, (*gate[1:3], *up[1:3]), bits, group_size, _has_small_tiles(x.device))
+    tile = few_tokens_tile(x, (gate[1], up[1]), (gate[2], up[2]), bits, group_size, _has_small_tiles(x.device))
     row_blocks, token_blocks = triton.cdiv(out_features, tile.block_n), triton.cdiv(tokens, tile.block_m)
     steps = triton.cdiv(in_features, step_columns(bits))
     with _on(x.device):

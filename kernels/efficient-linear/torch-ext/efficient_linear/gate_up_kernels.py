@@ -49,7 +49,7 @@ def gate_up_kernel(
     stride_sun, stride_sug, stride_zun, stride_zug, steps_per_split, magic, BITS: tl.constexpr, GROUP: tl.constexpr,
     ASYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr, QUADS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, UPCAST: tl.constexpr, WARPS: tl.constexpr,
-    EXCHANGE: tl.constexpr, CHUNK: tl.constexpr,
+    EXCHANGE: tl.constexpr,
 ):  # fmt: skip
     """Grid and partial sums as in few_tokens_kernel; partial is float32 [splits, 2, M, N]."""
     row_block, token_block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -58,13 +58,13 @@ def gate_up_kernel(
         x_ptr, packed_gate_ptr, scale_gate_ptr, zero_gate_ptr, row_block, token_block, first_step,
         first_step + steps_per_split, M, N, K, stride_x, stride_sgn, stride_sgg, stride_zgn, stride_zgg, magic, BITS,
         GROUP, ASYMMETRIC, EVEN_K, BLOCK_N, BLOCK_M, UPCAST, PTX=PTX, QUADS=QUADS,
-        WARPS=WARPS, EXCHANGE=EXCHANGE, CHUNK=CHUNK,
+        WARPS=WARPS, EXCHANGE=EXCHANGE,
     )  # fmt: skip
     up = accumulate(
         x_ptr, packed_up_ptr, scale_up_ptr, zero_up_ptr, row_block, token_block, first_step,
         first_step + steps_per_split, M, N, K, stride_x, stride_sun, stride_sug, stride_zun, stride_zug, magic, BITS,
         GROUP, ASYMMETRIC, EVEN_K, BLOCK_N, BLOCK_M, UPCAST, PTX=PTX, QUADS=QUADS,
-        WARPS=WARPS, EXCHANGE=EXCHANGE, CHUNK=CHUNK,
+        WARPS=WARPS, EXCHANGE=EXCHANGE,
     )  # fmt: skip
     store_gate_up(
         gate, up, out_ptr, bias_gate_ptr, bias_up_ptr, partial_ptr, arrivals_ptr, row_block, token_block, split, M, N,

@@ -72,7 +72,7 @@ def joined_weight_only_linear(
     outs = [torch.empty(len(x), size, dtype=x.dtype, device=x.device) for size in sizes]
     if len(x) == 0:
         return outs
-    tile = few_tokens_tile(x, (*scales, *zeros), bits, group_size)
+    tile = few_tokens_tile(x, scales, zeros, bits, group_size)
     row_blocks, token_blocks = sum(triton.cdiv(size, tile.block_n) for size in sizes), triton.cdiv(len(x), tile.block_m)
     steps = triton.cdiv(in_features, step_columns(bits))
     with _on(x.device):

@@ -77,7 +77,7 @@ def joined_few_tokens_kernel(
     steps_per_split, magic, COUNT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr, QUADS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, UPCAST: tl.constexpr, WARPS: tl.constexpr,
-    EXCHANGE: tl.constexpr, CHUNK: tl.constexpr,
+    EXCHANGE: tl.constexpr,
 ):  # fmt: skip
     """`few_tokens_kernel` of COUNT weights alike in all but their rows; grid (their row blocks, token blocks, splits of
     K)."""
@@ -95,7 +95,7 @@ def joined_few_tokens_kernel(
         x_ptr, choose(which, packed0, packed1, packed2, COUNT), choose(which, scale0, scale1, scale2, COUNT), zero_ptr,
         row_block, token_block, first_step, first_step + steps_per_split, M, N, K, stride_x, stride_sn, stride_sg,
         stride_zn, stride_zg, magic, BITS, GROUP, ASYMMETRIC, EVEN_K, BLOCK_N, BLOCK_M, UPCAST, PTX=PTX, QUADS=QUADS,
-        WARPS=WARPS, EXCHANGE=EXCHANGE, CHUNK=CHUNK,
+        WARPS=WARPS, EXCHANGE=EXCHANGE,
     )  # fmt: skip
     ALL_N = N0 + N1
     if COUNT == 3:

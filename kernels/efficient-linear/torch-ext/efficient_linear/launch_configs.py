@@ -41,19 +41,13 @@ class RegisterTile(Tile):
     """Of `register_products`: its warps share the chunks of K. exchange: how they load x (see `load_x`)."""
 
     exchange: bool = False
-    chunk: int = 512  # columns of K that one warp takes at a time: 256 or 512
-    registers: int | None = None  # the most a thread may have
 
 
-MOST_CHUNK = 512
-
-
-# most tokens -> tile
-IN_REGISTERS = {
-    2: RegisterTile(32, 8, 4, 1, 8, chunk=256),
-    8: RegisterTile(32, 8, 4, 1, 8, exchange=True, chunk=256),
-    16: RegisterTile(32, 16, 4, 1, 8, exchange=True, chunk=256),
-}
+CHUNK = 256  # columns of K that one warp takes at a time
+# Most tokens -> tile. On an H200 (28672 x 4096, groups of 64 with zero points; 1 and 8 tokens) 27 and 28 us with 4
+# bits, where the tiles above take 38; 16 tokens took 40 and 37. Without zero points those take 32, these 24 and 38.
+IN_REGISTERS = {2: RegisterTile(16, 8, 4, 1, 4), 8: RegisterTile(32, 8, 4, 1, 4, exchange=True)}
+MOST_WITHOUT_ZERO_POINTS = 2
 # float32 has no exact matrix instruction: plain multiply-adds, small tiles, for comparison rather than for speed
 FLOAT32_INPUT = {64: Tile(32, 16, 4, 2, 4), 256: Tile(32, 32, 4, 2)}
 
@@ -119,7 +113,7 @@ def choose_steps_per_split(tile: Tile, programs: int, steps: int, processors: in
     """How many of the `steps` of K one program takes, for `programs` tiles on `processors` multiprocessors: an even
     number, for rounds of two."""
     if isinstance(tile, RegisterTile):
-        round_ = tile.chunk // 128 * tile.num_warps  # the warps of a program take a chunk each
+        round_ = CHUNK // 128 * tile.num_warps  # the warps of a program take a chunk each
         splits = max(1, min(tile.programs_per_processor * processors // programs, steps // round_))
         return min(steps, triton.cdiv(steps, splits * round_) * round_)
     fewest = FEWEST_STEPS_PER_SPLIT

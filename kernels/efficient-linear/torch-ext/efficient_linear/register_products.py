@@ -1,6 +1,6 @@
-"""Products of up to 16 tokens whose operands never leave the registers of a warp: NVIDIA GPUs, 16-bit x, 2 to 4 bits.
+"""Products of up to 8 tokens whose operands never leave the registers of a warp: NVIDIA GPUs, 16-bit x, 2 to 4 bits.
 
-A warp takes chunks of 256 or 512 columns of a few tiles of 16 rows; the warps of a program share the chunks of K and
+A warp takes chunks of 256 columns of a few tiles of 16 rows; the warps of a program share the chunks of K and
 add up at the end. Packed words come straight from memory to the lanes that want them, scales and zero points of a chunk
 in one load a row, x as the other operand of m16n8k16. Nothing waits for another warp before the end, and groups of
 columns do not wait for each other. That is what tl.dot cannot say: its operands pass through shared memory, and a group
@@ -15,6 +15,12 @@ import triton
 import triton.language as tl
 
 from .fragments import halves, plane_word, zero_point_word
+from .launch_configs import CHUNK
+
+
+@triton.constexpr_function
+def columns_of_chunk():
+    return CHUNK
 
 
 @triton.constexpr_function
@@ -204,13 +210,13 @@ def accumulate_in_registers(
     x_ptr, packed_ptr, scale_ptr, zero_ptr, row_block, token_block, first_step, last_step, M, N, K, stride_x, stride_sn,
     stride_zn, magic, BITS: tl.constexpr, GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr, UPCAST: tl.constexpr, PTX: tl.constexpr, WARPS: tl.constexpr, EXCHANGE: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """`weight_only_kernels.accumulate` where CHUNK divides K, a program has whole chunks, GROUP (64, 128, 256 or 0)
+    """`weight_only_kernels.accumulate` where 256 divides K, a program has whole chunks, GROUP (64, 128, 256 or 0)
     divides CHUNK, and scales are 16-bit numbers and lie side by side in a row (see `weight_only.few_tokens_tile`)."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     COLUMNS: tl.constexpr = 256 if BITS == 3 else 128  # packing.step_columns
     BLOCKS: tl.constexpr = COLUMNS * BITS // 256
+    CHUNK: tl.constexpr = columns_of_chunk()
     STEPS: tl.constexpr = CHUNK // COLUMNS
     PAIRS: tl.constexpr = COLUMNS // 32
     WIDTH: tl.constexpr = GROUP if GROUP > 0 else CHUNK  # columns with one scale
@@ -226,9 +232,6 @@ def accumulate_in_registers(
     words_at = packed_ptr + (tl.minimum(tile, tiles - 1).to(tl.int64) * words_in_tile)[:, None] + elements()
     token = token_block * BLOCK_M + elements() // 16
     x_at = x_ptr + tl.minimum(token, M - 1).to(tl.int64) * stride_x
-    x_at_8 = x_at
-    if BLOCK_M == 16:
-        x_at_8 = x_ptr + tl.minimum(token + 8, M - 1).to(tl.int64) * stride_x
     row = tile[:, None] * 16 + elements() // 16
     upper, lower = tl.minimum(row, N - 1).to(tl.int64), tl.minimum(row + 8, N - 1).to(tl.int64)
     scale_upper, scale_lower = scale_ptr + upper * stride_sn, scale_ptr + lower * stride_sn
@@ -240,7 +243,6 @@ def accumulate_in_registers(
 
     first, last = first_step // STEPS, tl.minimum(last_step * COLUMNS, K) // CHUNK
     result = tl.zeros((TILES * WARPS, 128), tl.float32)
-    result_8 = tl.zeros((TILES * WARPS, 128), tl.float32)
     for chunks in tl.range(first, last, WARPS, num_stages=1):
         chunk = tl.minimum(chunks + place % WARPS, last - 1)
         x_column = tl.minimum(chunks + warp, last - 1)[:, None] * CHUNK
@@ -258,9 +260,7 @@ def accumulate_in_registers(
                     [(zero_upper + group).to(tl.int64), (zero_lower + group).to(tl.int64)], tl.int32, True, 4,
                 )  # fmt: skip
         part = tl.zeros((TILES * WARPS, 128), tl.float32)
-        part_8 = part
         sums = part
-        sums_8 = part
         zero = 0
         words = 0, 0, 0
         for pair in tl.static_range(CHUNK // 32):  # of planes
@@ -279,13 +279,9 @@ def accumulate_in_registers(
             a1 = plane_word(words, zero, magic, pair % PAIRS * 2 + 1, BITS, ASYMMETRIC, DTYPE, PTX, UPCAST)
             x = repeat(load_x(x_at + x_column, pair * 2, EXCHANGE, PTX), TILES)
             sums = multiply(a0, a1, x, sums, DTYPE, PTX)
-            if BLOCK_M == 16:
-                x = repeat(load_x(x_at_8 + x_column, pair * 2, EXCHANGE, PTX), TILES)
-                sums_8 = multiply(a0, a1, x, sums_8, DTYPE, PTX)
             if (pair * 32 + 32) % WIDTH == 0:
                 if GROUP == 0:
                     part += sums
-                    part_8 += sums_8
                 else:
                     if PTX:
                         scale = tl.inline_asm_elementwise(
@@ -296,16 +292,10 @@ def accumulate_in_registers(
                         scale_at = tl.where(is_lower, scale_lower, scale_upper) + group + pair * 32 // WIDTH
                         scale = tl.load(scale_at).to(tl.float32)
                     part += sums * scale
-                    part_8 += sums_8 * scale
                 sums = tl.zeros((TILES * WARPS, 128), tl.float32)
-                sums_8 = sums
         inside = (chunks + place % WARPS < last)[:, None]
         result += tl.where(inside, part, 0.0)
-        result_8 += tl.where(inside, part_8, 0.0)
     total = sums_of_warps(result, TILES, WARPS)
-    if BLOCK_M == 16:
-        total = tl.join(total, sums_of_warps(result_8, TILES, WARPS))
-        total = tl.reshape(tl.permute(total, (0, 2, 1)), (BLOCK_N, 16))
     if GROUP == 0:
         rows = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
         total *= tl.load(scale_ptr + tl.minimum(rows, N - 1).to(tl.int64) * stride_sn).to(tl.float32)[:, None]

@@ -9,7 +9,16 @@ from .codebook_fragments import GATHER, PERMUTE
 from .dequantize_kernels import dequantize_kernel
 from .fragments import MAGIC_BFLOAT16, MAGIC_FLOAT16
 from .frozen_weight import FrozenWeightProduct, needs_gradient
-from .launch_configs import DEQUANTIZE_ABOVE, IN_REGISTERS, MOST_CHUNK, RegisterTile, Tile, choose_tile, stages
+from .launch_configs import (
+    CHUNK,
+    DEQUANTIZE_ABOVE,
+    IN_REGISTERS,
+    MOST_WITHOUT_ZERO_POINTS,
+    RegisterTile,
+    Tile,
+    choose_tile,
+    stages,
+)
 from .packing import COLUMNS, check_layout, check_packed, number_of_groups, step_columns
 from .split_k import split
 from .weight_only_kernels import few_tokens_kernel, many_tokens_kernel
@@ -37,19 +46,16 @@ def _on_hopper(device: torch.device) -> bool:
     return PTX and torch.cuda.get_device_capability(device)[0] == 9
 
 
-GROUPS_IN_REGISTERS = 64, 128, 256, -1, None
-
-
-def few_tokens_tile(x, scales, bits: int, group_size: int | None, small: bool = False) -> Tile:
-    """The tile of a product of checked arguments, of `register_products` where it applies. scales: scales and zero
-    points (or None) of all weights; small: as `choose_tile`."""
+def few_tokens_tile(x, scales, zeros, bits: int, group_size: int | None, small: bool = False) -> Tile:
+    """The tile of a product of checked arguments, of `register_products` where it applies. scales and zeros: of all
+    weights (zeros may be None); small: as `choose_tile`."""
     tokens, in_features = x.shape
-    scales = [each for each in scales if each is not None]
-    aligned = (each.is_contiguous() and each.data_ptr() % 16 == 0 for each in scales)
-    dtypes = {x.dtype, *(each.dtype for each in scales)}
+    zeros = [each for each in zeros if each is not None]
+    aligned = (each.is_contiguous() and each.data_ptr() % 16 == 0 for each in (*scales, *zeros))
+    most, groups = (max(IN_REGISTERS), (64, 128, 256, -1, None)) if zeros else (MOST_WITHOUT_ZERO_POINTS, (64,))
     if (
-        (INTERPRETED or _on_hopper(x.device)) and tokens <= max(IN_REGISTERS) and in_features % MOST_CHUNK == 0
-        and bits < 8 and group_size in GROUPS_IN_REGISTERS and torch.float32 not in dtypes
+        (INTERPRETED or _on_hopper(x.device)) and tokens <= most and group_size in groups
+        and in_features % CHUNK == 0 and bits < 8 and torch.float32 not in {x.dtype, *(s.dtype for s in scales)}
         and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and all(aligned)
     ):  # fmt: skip
         return next(tile for most, tile in IN_REGISTERS.items() if tokens <= most)
@@ -209,7 +215,7 @@ def _multiply(x, packed, scale, zero_point, bias, codebook=None, *, bits, group_
     if tokens == 0:
         return out
     if codebook is None:
-        tile = few_tokens_tile(x, (scale, zero_point), bits, group_size, _has_small_tiles(x.device))
+        tile = few_tokens_tile(x, (scale,), (zero_point,), bits, group_size, _has_small_tiles(x.device))
     else:
         tile = choose_tile(tokens, x.dtype == torch.float32, bits, _has_small_tiles(x.device))
     row_blocks, token_blocks = triton.cdiv(out_features, tile.block_n), triton.cdiv(tokens, tile.block_m)
@@ -237,9 +243,8 @@ def _multiply(x, packed, scale, zero_point, bias, codebook=None, *, bits, group_
 def register_options(tile: Tile) -> dict:
     """The constants of the kernels for few tokens."""
     if not isinstance(tile, RegisterTile):
-        return dict(WARPS=0, EXCHANGE=False, CHUNK=0)
-    limit = dict(maxnreg=tile.registers) if PTX and tile.registers else {}
-    return dict(WARPS=tile.num_warps, EXCHANGE=tile.exchange, CHUNK=tile.chunk, **limit)
+        return dict(WARPS=0, EXCHANGE=False)
+    return dict(WARPS=tile.num_warps, EXCHANGE=tile.exchange)
 
 
 def _options(tile, x, bits, group_size, in_features, zero_point) -> dict:

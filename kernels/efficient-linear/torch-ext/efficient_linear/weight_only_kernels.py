@@ -64,17 +64,15 @@ def accumulate(
     ASYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, UPCAST: tl.constexpr,
     codebook_ptr=None, LOOKUP: tl.constexpr = 0, PER_ROW: tl.constexpr = False, PTX: tl.constexpr = False,
     QUADS: tl.constexpr = False, WARPS: tl.constexpr = 0, EXCHANGE: tl.constexpr = False,
-    CHUNK: tl.constexpr = 512,
 ):  # fmt: skip
     """Sum over the steps (packing.step_columns) first_step .. last_step - 1: float32 [BLOCK_N, BLOCK_M]. GROUP 0 = one
     group a row. EVEN_K: 128 divides K. LOOKUP > 0: codes are of a codebook (codebook_fragments.py) with one table,
-    [2^BITS], or with one for every row (PER_ROW), [N, 2^BITS]. WARPS > 0: by
-    `accumulate_in_registers`."""
+    [2^BITS], or with one for every row (PER_ROW), [N, 2^BITS]. WARPS > 0: by `accumulate_in_registers`."""
     if WARPS > 0:
         return accumulate_in_registers(
             x_ptr, packed_ptr, scale_ptr, zero_ptr, row_block, token_block, first_step, last_step, M, N, K, stride_x,
             stride_sn, stride_zn, magic, BITS, GROUP, ASYMMETRIC, BLOCK_N, BLOCK_M, UPCAST, PTX, WARPS,
-            EXCHANGE, CHUNK,
+            EXCHANGE,
         )  # fmt: skip
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     COLUMNS: tl.constexpr = 256 if BITS == 3 else 128  # packing.step_columns
@@ -173,7 +171,7 @@ def few_tokens_kernel(
     GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, LOOKUP: tl.constexpr,
     PER_ROW: tl.constexpr, PTX: tl.constexpr, QUADS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr, UPCAST: tl.constexpr, WARPS: tl.constexpr,
-    EXCHANGE: tl.constexpr, CHUNK: tl.constexpr,
+    EXCHANGE: tl.constexpr,
 ):  # fmt: skip
     """Grid (row blocks, token blocks, splits of K). With SPLIT every program stores its sum in partial float32
     [splits, M, N]; whoever arrives last at arrivals int32 [row blocks * token blocks] (0 before and after) adds the
@@ -183,7 +181,7 @@ def few_tokens_kernel(
     result = accumulate(
         x_ptr, packed_ptr, scale_ptr, zero_ptr, row_block, token_block, first_step, first_step + steps_per_split, M, N,
         K, stride_x, stride_sn, stride_sg, stride_zn, stride_zg, magic, BITS, GROUP, ASYMMETRIC, EVEN_K, BLOCK_N,
-        BLOCK_M, UPCAST, codebook_ptr, LOOKUP, PER_ROW, PTX, QUADS, WARPS, EXCHANGE, CHUNK,
+        BLOCK_M, UPCAST, codebook_ptr, LOOKUP, PER_ROW, PTX, QUADS, WARPS, EXCHANGE,
     )  # fmt: skip
     rows = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = token_block * BLOCK_M + tl.arange(0, BLOCK_M)
