@@ -23,10 +23,12 @@ def gpu_machine(name: str) -> str:
     record = load(name)
     found, limits = record["environment"], record["limits"]
     versions = found["versions"]
+    kept = sorted({tuple(line["measured"].values()) for line in record["results"] if "measured" in line})
+    earlier = "".join(f"; other lines of {date}, commit {commit}" for date, commit in kept)
     return (
         f"From `benchmarks/results/{name}.json`: {found['hardware']['gpu']}, torch {versions['torch']}, triton "
         f"{versions['triton']}, transformers {versions['transformers']}, {found['date'][:10]}, commit "
-        f"{found['commit']}{'' if record['complete'] else ', cut off by its time limit'}. A copy moved "
+        f"{found['commit']}{'' if record['complete'] else ', cut off by its time limit'}{earlier}. A copy moved "
         f"{limits['copy_gb_s']:,.0f} GB/s there, and a bfloat16 product of 8192 x 8192 x 8192 made "
         f"{limits['matmul_tflop_s']:.0f} TFLOP/s."
     )

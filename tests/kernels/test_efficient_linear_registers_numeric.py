@@ -74,7 +74,8 @@ def test_other_layouts_take_the_other_kernel(kernel_device):
     x = torch.randn(3, 1032, device=kernel_device).half()
     columns = scale.t().contiguous().t()
     for given, scales in ((x[:, 1:1025], scale), (x[:, :1024], columns), (x[:, :1024], scale.float())):
-        assert not isinstance(weight_only.few_tokens_tile(given, (scales,), (zero,), 4, 64), launch_configs.RegisterTile)
+        tile = weight_only.few_tokens_tile(given, (scales,), (zero,), 4, 64)
+        assert not isinstance(tile, launch_configs.RegisterTile)
         expected = efficient_linear.weight_only_linear_reference(given, packed, scales, zero, **layout)
         actual = efficient_linear.weight_only_linear(given, packed, scales, zero, **layout)
         assert (actual - expected).abs().max() <= 2e-3 * expected.abs().max()

@@ -1,5 +1,6 @@
 """The decode kernels compiled for four GPUs: no spills, shared memory that fits, matrix instructions, wide loads."""
 
+import math
 import re
 
 import pytest
@@ -21,14 +22,17 @@ def power_of_two(dim):
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def build(target, name, dim, page_size, value_dim=None, rows=4, dtype="bf16", options=False, packed=False):
+def build(
+    target, name, dim, page_size, value_dim=None, rows=4, dtype="bf16", options=False, packed=False, tiles=math.inf
+):
     """As `attend_few` launches it: one query of `rows` heads that share a key head, keys of format `name` in pages,
-    groups of 64 tokens; `options`: a token tree and every option; packed: queries of packed sequences."""
+    groups of 64 tokens; `options`: a token tree and every option; packed: queries of packed sequences; tiles: as of
+    `decode_config`."""
     value_dim, bits = value_dim or dim, BITS[name]
     backend = "amd" if target == "gfx942" else "nvidia"
     constexprs = {"GROUP": rows, "HEAD_DIM": dim, "VALUE_DIM": value_dim, "PAGE_SIZE": page_size, "BLOCK_B": 32}
     if name is None:
-        tile = config.decode_config(DTYPES[dtype], max(dim, value_dim), rows, backend)
+        tile = config.decode_config(DTYPES[dtype], max(dim, value_dim), rows, backend, tiles)
         kernel, block_dv = decode.decode_kernel, power_of_two(value_dim)
         constexprs |= {"BLOCK_N": tile.block_n, "BLOCK_D": power_of_two(dim), "BLOCK_DV": block_dv}
         registers = tile.registers
@@ -93,6 +97,8 @@ def check(compiled, spilled):
         ("sm_80", None, 64, 16, {}),
         ("sm_90", None, 128, 16, {}),
         ("sm_90", None, 128, 64, {"packed": True}),
+        ("sm_90", None, 128, 64, {"tiles": 1}),
+        ("sm_80", None, 128, 64, {"tiles": 1, "options": True}),
         ("sm_100", None, 128, 64, {}),
         ("gfx942", None, 128, 16, {}),
         ("sm_90", None, 192, 16, {"value_dim": 128}),

@@ -173,7 +173,9 @@ def attend_few(
     capacity = page_size * (block_table.shape[1] if paged else 1)
     rows, is_nvidia = queries * group, not INTERPRETED and not torch.version.hip
     if quantized is None:
-        kernel, config = decode_kernel, decode_config(q.dtype, max(head_dim, value_dim), rows)
+        key_tiles = batch * kv_heads * triton.cdiv(capacity, 64) / processors(q.device)
+        config = decode_config(q.dtype, max(head_dim, value_dim), rows, tiles=key_tiles)
+        kernel = decode_kernel
         block_n, warps = config.block_n, config.num_warps
         block_dv = max(16, triton.next_power_of_2(value_dim))
         arrays, beside = (k, v), ()
