@@ -7,7 +7,8 @@ llama.cpp and ik_llama.cpp. Writes benchmarks/results/cpu_generate_peers.json.
 SmolLM2-135M-Instruct, or a random Llama of a 1B model's shape, greedy, fixed length. A case is `BATCHxPROMPT`, which
 measures the first token, or `BATCHxPROMPT+NEW`, which measures decoding. The engines take turns, a process each;
 medians of `--repeats` calls after one that warms up. Rows are replaced by those of a later run of the same model,
-engines and cases. Each says beside which engines it was measured, and when; goals compare rows of one run only.
+engines and cases on the same CPU. Each says beside which engines it was measured, where and when; goals compare rows of
+one run only.
 
 Our checkpoints are quantized once, into `--checkpoints`, so that a run begins with measuring. Peers, each in a virtual
 environment of its own (MODEL: the folder of the sample model):
@@ -166,9 +167,8 @@ def main() -> None:
     run = f"{time.strftime('%Y-%m-%d %H:%M')}, {here['commit']}, beside {others or 'none'}"
     for case in () if options.load_only else options.cases:
         measured = measure(workers, texts, case, options.repeats)
-        own = options.model, case, run.partition(", beside ")[2]
-        rows = [row for row in rows if (row["model"], row["case"], row["run"].partition(", beside ")[2]) != own]
-        shown = {"model": options.model, "case": case}
+        shown, beside = {"cpu": here["hardware"]["cpu"], "model": options.model, "case": case}, others or "none"
+        rows = [row for row in rows if not (shown.items() <= row.items() and row["run"].endswith(f"beside {beside}"))]
         rows += [{**shown, "way": name, "run": run, **rounded(row)} for name, row in measured.items()]
         print(
             json.dumps({name: rounded(speed(row) or 0) for name, row in measured.items()} | {"case": case}), flush=True

@@ -43,7 +43,7 @@ def _prefill(kernel: str) -> tuple[dict, str]:
 LINES = {
     "decode, bf16 KV, pages of 16": _decode(None, 16),
     **{f"decode, {name} KV, pages of 64": _decode(name) for name in ("int8", "fp8", "int4", "int2")},
-    "W4A16, up to 16 rows": _product("int4 g64 asymmetric", 1),
+    "W4A16, up to 16 rows": _product("int4 g64 asymmetric", 16),  # up to 8 rows an H200 runs another kernel
     "W4A16, up to 64 rows": _product("int4 g64 asymmetric", 64),
     "W8A16, up to 16 rows": _product("int8 per channel", 1),
     "2:4 sparse bf16, up to 16 rows": _product("2:4", 1),

@@ -93,8 +93,9 @@ def engines() -> str:
         key, scale = ("decode_tokens_per_s", 1) if new else ("first_token_s", 1e3)
         what = f"{'decode, tokens/s' if new else 'first token, ms'}: {batch} × {prompt}"
         cells = [found[name].get(key) if name in found else None for name in names]
-        rows.append([what, *("" if cell is None else f"{cell * scale:,.0f}" for cell in cells)])
-    return markdown(" | ".join(["sequences × prompt", *names.values()]), "l" + "r" * len(names), rows)
+        cpu = next(iter(found.values()))["cpu"]
+        rows.append([what, cpu, *("" if cell is None else f"{cell * scale:,.0f}" for cell in cells)])
+    return markdown(" | ".join(["sequences × prompt", "CPU", *names.values()]), "ll" + "r" * len(names), rows)
 
 
 def formats() -> str:

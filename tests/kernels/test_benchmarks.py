@@ -145,7 +145,7 @@ def test_kernels_are_compiled_for_a_gpu_that_is_not_here(tmp_path):
 
 def test_what_was_measured_stands_beside_what_was_predicted(script, tmp_path):
     """Of the GPU whose row it is; wrong lines and dry runs count for nothing."""
-    measured, case = script("gpu_measured"), dict(N=28672, K=4096, M=1)
+    measured, case = script("gpu_measured"), dict(N=28672, K=4096, M=16)
     lines = [
         {"kernel": "int4 g64 asymmetric", **case, "us": {"median": 20.0}, "correct": True},
         {"kernel": "bf16", **case, "us": {"median": 50.0}},
