@@ -132,6 +132,16 @@ class TestPromptLookup:
         assert proposal.tokens.tolist() == [[51, 52, 53, 60], [11, 12, 13, 14]]
         assert not drafter.stirs()
 
+    @pytest.mark.parametrize("copying, stirred", [(1, []), (2, [7, 11])])
+    def test_one_sequence_of_eight_stirs_nothing(self, copying, stirred):
+        """The others would wait for the verification of its drafts."""
+        prompts = [[*range(20 * row, 20 * row + 15)] for row in range(8)]
+        drafter, noted = self.begin(prompts), []
+        for step in range(13):
+            drafter.accept([[prompts[row][step] if row < copying else 200 + 20 * row + step] for row in range(8)])
+            noted.append(drafter.stirs())
+        assert [step for step, repeated in enumerate(noted) if repeated] == stirred
+
     @pytest.mark.parametrize("vocabulary", [2, 4, 9])
     def test_walks_find_the_longest_suffix(self, vocabulary):
         """Of one text in another that grows, too, token by token, against a search."""

@@ -16,6 +16,9 @@ _PRIOR_TOKENS = 8.0  # tokens of the user's own that they weigh as much as
 _MAX_COUNT = 256.0  # matches of a bucket after which its counts are halved
 _LATEST_SHARE = 0.3  # of the probability, for the latest continuation; the rest is shared by frequency
 _MIN_CONFIDENCE = 0.01  # less probable guesses are not made
+# One sequence in so many has to repeat itself before drafts are tried again: the others would wait for its
+# verification, and the longest one decides when a batch ends.
+STIRRING_SHARE = 4
 MOST_SHARED = 4  # other sequences with the same prompt that one looks into
 
 
@@ -72,7 +75,10 @@ class PromptLookup(Drafter):
         self._watches = [RepeatWatch(text, seen[prompt]) for text, prompt in zip(self._texts, prompts)]
 
     def stirs(self) -> int:
-        return max([watch.has_repeated() for watch in self._watches])
+        if not any([watch.has_repeated() for watch in self._watches]):
+            return 0
+        repeated = sorted([watch.repeated for watch in self._watches])
+        return repeated[-max(1, len(repeated) // STIRRING_SHARE)]
 
     def propose(self, limits: list[int], nodes: int) -> Proposal | None:
         self._read()

@@ -121,6 +121,11 @@ class RepeatWatch:
             self._repeated = 0
             self._seen.add(run)
 
+    @property
+    def repeated(self) -> int:
+        """How many tokens in a row, up to the last one, have come a second time; 0 for fewer than 8."""
+        return self._repeated - 1 + _RUN if self._repeated > _RUN else 0
+
     def has_repeated(self) -> int:
         """How many tokens in a row have come a second time: 8, 12, 20, 36 and so on, each once; 0 for no such number
         since the last question."""
