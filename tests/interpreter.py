@@ -1,4 +1,4 @@
-"""Triton's interpreter, three times as fast: for processes that do nothing but interpret."""
+"""Triton's interpreter without what takes most of its time: for processes that do nothing but interpret."""
 
 import functools
 

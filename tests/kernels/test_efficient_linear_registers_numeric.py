@@ -1,4 +1,4 @@
-"""Products of up to 16 tokens in registers against the float32 reference: natively on CUDA; elsewhere interpreted, in
+"""Products of up to 8 tokens in registers against the float32 reference: natively on CUDA; elsewhere interpreted, in
 plain operations and with the inline assembly of NVIDIA GPUs."""
 
 import ptx
@@ -67,6 +67,16 @@ def test_a_poisoned_neighbour_does_not_reach_other_tokens(kernel_device):
     x[0], x[2, 1023] = float("nan"), float("inf")
     out = efficient_linear.weight_only_linear(x, packed, scale, zero_point, **layout)
     assert torch.isfinite(out[1]).all() and out[0].isnan().all() and not torch.isfinite(out[2]).any()
+
+
+def test_products_that_are_slower_in_registers_take_the_other_kernel(kernel_device):
+    """Of more tokens than 8, and without zero points of more than 2 or in other groups than of 64."""
+    cases = (8, 128, 0, 1), (9, 128, 0, 0), (2, 64, 1, 1), (3, 64, 1, 0), (1, 128, 1, 0)
+    for tokens, group, symmetric, expected in cases:
+        _, scale, zero, _ = random_weight(40, 1024, 4, group, bool(symmetric), torch.float16, kernel_device)
+        x = torch.randn(tokens, 1024, device=kernel_device).half()
+        tile = weight_only.few_tokens_tile(x, (scale,), (zero,), 4, group)
+        assert isinstance(tile, launch_configs.RegisterTile) is bool(expected), (tokens, group, symmetric)
 
 
 def test_other_layouts_take_the_other_kernel(kernel_device):

@@ -73,27 +73,22 @@ def words_across_lanes(offset):
 
 @triton.constexpr_function
 def row_words(count):
-    """16-bit numbers of a row: `count` (1, 2, 4, 8) from the pointer $4 on, two in each of $0..3."""
+    """16-bit numbers of a row: `count` (1, 2, 4) from the pointer $4 on, two in each of $0..3."""
     if count == 1:
         load = "{ .reg .b16 h; ld.global.nc.b16 h, [$4]; cvt.u32.u16 $0, h; }"
     elif count == 2:
         load = "ld.global.nc.b32 $0, [$4];"
-    elif count == 4:
-        load = "ld.global.nc.v2.b32 {$0, $1}, [$4];"
     else:
-        load = "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];"
+        load = "ld.global.nc.v2.b32 {$0, $1}, [$4];"
     return load + " ".join(f"mov.b32 ${i}, 0;" for i in range(max(1, count // 2), 4))
 
 
 @triton.constexpr_function
 def rows_bytes(count):
-    """Bytes of two rows, `count` (1, 2, 4, 8) from the pointers $4 and $8 on: in $0 and $1, and in $2 and $3."""
+    """Bytes of two rows, `count` (1, 2, 4) from the pointers $4 and $8 on: in $0 and in $2."""
     text = ""
     for first in range(0, 4, 2):
         at = 4 + 2 * first
-        if count == 8:
-            text += f"ld.global.nc.v2.b32 {{${first}, ${first + 1}}}, [${at}];"
-            continue
         load = "ld.global.nc.b32" if count == 4 else "ld.global.nc.u16" if count == 2 else "ld.global.nc.u8"
         if count == 2:
             text += f"{{ .reg .b16 h; {load} h, [${at}]; cvt.u32.u16 ${first}, h; }}"
@@ -121,13 +116,10 @@ def scale_of_group(group, half):
 
 @triton.constexpr_function
 def zero_of_group(group):
-    """$0 and $2 = `zero_point_word` of byte `group` of $4 and $5, $1 and $3 = of $6 and $7; $8: -128 or -1024 in both
-    halves of a word."""
-    byte, word = group % 4, group // 4
-    selector = hex(0x7050 | byte << 8 | byte)
-    return " ".join(
-        f"prmt.b32 ${i}, ${4 + 2 * (i % 2) + word}, $8, {selector};" for i in range(4)
-    )  # bytes 5 and 7 are the upper ones of $8
+    """$0 and $2 = `zero_point_word` of byte `group` of $4, $1 and $3 = of $6; $8: -128 or -1024 in both halves of a
+    word."""
+    selector = hex(0x7050 | group << 8 | group)  # bytes 5 and 7 are the upper ones of $8
+    return " ".join(f"prmt.b32 ${i}, ${4 + 2 * (i % 2)}, $8, {selector};" for i in range(4))
 
 
 @triton.jit
