@@ -259,8 +259,10 @@ def measure(part: str, capacity: dict[str, float], options) -> list[dict]:
         each for each in harness.matching(PARTS[part], options.engines) if options.vllm_python or each != VLLM_ENGINE
     ]
     start = HttpWorker if part == "http" else functools.partial(Worker, part)
-    workers, rows = {engine: start(engine, options) for engine in engines}, []
+    workers, rows = {}, []
     try:
+        for engine in engines:
+            workers[engine] = start(engine, options)
         for turn in range(-1, options.repeats):  # the first warms up
             for load in options.loads if part == "poisson" and turn >= 0 else (None,):
                 for engine, worker in workers.items():

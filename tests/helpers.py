@@ -44,6 +44,14 @@ def rms_error_ratio(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp_min(1e-30)).item()
 
 
+def assert_same_tensors(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """The same names, and under each the same bytes."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
+        pair = [each.contiguous().flatten().view(torch.uint8) for each in (tensor, expected[name])]
+        assert tensor.dtype == expected[name].dtype and torch.equal(*pair), name
+
+
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, rms: float, maximum: float, reason: str) -> None:
     """Fails unless shapes agree, everything is finite, the RMS error ratio is at most `rms` and the largest absolute
     error at most `maximum`. `reason` says why these tolerances are the right ones."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from helpers import is_installed, tiny_model, tiny_tokenizer
+from helpers import assert_same_tensors, is_installed, tiny_model, tiny_tokenizer
 from hub_directory import serving
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -191,7 +191,7 @@ def test_an_interrupted_training_goes_on_to_the_same_bits(optimizer, folder, tmp
         recover(model, teacher, TOKENS, checkpoint_dir=tmp_path, callbacks=[Stop()], **options)
     assert all(torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
     assert recover(model, teacher, TOKENS, checkpoint_dir=tmp_path, **options)["loss"] == result["loss"]
-    assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert_same_tensors(model.state_dict(), whole.state_dict())
 
 
 def test_muon_takes_the_matrices_and_one_schedule_serves_both(folder):
@@ -242,12 +242,12 @@ def test_a_trainer_of_ones_own_with_checkpoints_and_the_hub(folder, tmp_path, mo
     assert "save_pretrained" in vars(model) and model.save_pretrained.__func__ is saved_before.__func__
     for written in (tmp_path / "saved", tmp_path / "repos" / "me" / "trained"):
         again = AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32)
-        assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in again.state_dict().items())
+        assert_same_tensors(again.state_dict(), model.state_dict())
     assert any(not torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
     with serving(tmp_path / "repos", monkeypatch):
         model.push_to_hub("me/int2")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "repos" / "me" / "int2", dtype=torch.float32)
-    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in again.state_dict().items())
+    assert_same_tensors(again.state_dict(), model.state_dict())
 
 
 def test_after_an_error_the_model_is_as_it_was(folder):

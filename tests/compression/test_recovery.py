@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import tiny_model, tiny_tokenizer
+from helpers import assert_same_tensors, tiny_model, tiny_tokenizer
 from recurrent_models import recurrent_model
 from torch import nn
 from transformers import (
@@ -183,13 +183,11 @@ def test_an_interrupted_recovery_leaves_the_model_and_goes_on(tmp_path, monkeypa
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(training.DistillationTrainer, "compute_loss", interrupted)
         recover(model, teacher, TOKENS, **FAST, checkpoint_dir=tmp_path)
-    for name, parameter in start.state_dict().items():
-        assert torch.equal(parameter, model.state_dict()[name]), name
+    assert_same_tensors(model.state_dict(), start.state_dict())
     with pytest.raises(ValueError, match="of another training"):
         recover(model, teacher, TOKENS, **FAST, seed=1, checkpoint_dir=tmp_path)
     recover(model, teacher, TOKENS, **FAST, checkpoint_dir=tmp_path)
-    for name, parameter in whole.state_dict().items():
-        assert torch.equal(parameter, model.state_dict()[name]), name
+    assert_same_tensors(model.state_dict(), whole.state_dict())
 
 
 def test_minutes_end_training_and_lower_the_rate():

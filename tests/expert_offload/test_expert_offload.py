@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import left_padded_batch, tiny_model
+from helpers import assert_same_tensors, left_padded_batch, tiny_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
@@ -76,7 +76,7 @@ def test_compressed_experts(name, folders, tmp_path):
     for inputs in (BATCH, ONE, ONE):  # the last one on captured forwards
         assert_same(generated(model, inputs), generated(expected, inputs))
     assert 4 <= offload.stats()["resident"] <= 6 and 0.1 < offload.stats()["hit_rate"] < 1
-    assert all(torch.equal(tensor, expected.state_dict()[key]) for key, tensor in model.state_dict().items())
+    assert_same_tensors(model.state_dict(), expected.state_dict())
     offload.detach()
     assert_same(generated(model, ONE), generated(expected, ONE))
 

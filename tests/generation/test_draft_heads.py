@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_MODELS, assert_close, left_padded_batch, rms_error_ratio, tiny_model
+from helpers import TINY_MODELS, assert_close, assert_same_tensors, left_padded_batch, rms_error_ratio, tiny_model
 from table import REFUSALS
 from test_drafters import append, sequences_of
 from transformers import AutoModelForCausalLM
@@ -353,8 +353,7 @@ def test_training_lowers_the_loss_and_goes_on_after_an_interruption(kind, target
     resumed, same = run(tmp_path / "parts")
     assert len(calls) == 7 + 6, "steps 5 to 10 were made after the four kept ones"
     assert same == loss
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(tensor, resumed.state_dict()[name]), name
+    assert_same_tensors(resumed.state_dict(), whole.state_dict())
     with pytest.raises(ValueError, match="holds another training"):
         run(tmp_path / "parts", steps=11)
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import assert_close, tiny_model, tiny_tokenizer
+from helpers import assert_close, assert_same_tensors, tiny_model, tiny_tokenizer
 from safetensors.torch import load_file
 
 from hf_efficient import DraftHeads, Speculation, enable_speculation, train_draft
@@ -231,8 +231,7 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(target, tmp_path, monkeyp
     with pytest.raises(ValueError, match="text of another run .model differ"):
         train_draft(tiny_model("llama", seed=5), tokenizer, tmp_path / "parts", **SMALL)
     resumed = train_draft(model, tokenizer, tmp_path / "parts", **SMALL)
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(tensor, resumed.state_dict()[name]), name
+    assert_same_tensors(resumed.state_dict(), whole.state_dict())
 
 
 def test_a_time_limit_ends_text_and_training_and_is_remembered(target, tmp_path):
@@ -244,8 +243,7 @@ def test_a_time_limit_ends_text_and_training_and_is_remembered(target, tmp_path)
     (tmp_path / "cache" / "eagle.safetensors").unlink(missing_ok=True)
     again = train_draft(model, tokenizer, tmp_path / "again", **dict(options, minutes=60.0))
     assert json.loads((tmp_path / "cache" / "plan.json").read_text()) == plan
-    for name, tensor in first.state_dict().items():
-        assert torch.equal(tensor, again.state_dict()[name]), name
+    assert_same_tensors(again.state_dict(), first.state_dict())
 
 
 @pytest.mark.parametrize(
