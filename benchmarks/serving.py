@@ -1,6 +1,6 @@
 """Many requests at once: tokens a second, the time to the first token and between tokens, memory.
 
-    python benchmarks/serving.py --vllm-python PATH [--parts closed poisson prefix stock http] [--engines GLOB] [--quick]
+    python benchmarks/serving.py --vllm-python PATH [--parts closed poisson prefix ...] [--engines GLOB ...] [--quick]
 
 Prompts of 16 to 256 random tokens, 16 to 128 new tokens each, SmolLM2-135M. Parts, each of at most two minutes:
 
