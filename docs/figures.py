@@ -177,11 +177,11 @@ def benchmarks_page() -> str:
         "(`benchmarks/quality_tasks.py`): which of four passages of a news story comes next, with the standard error.",
         all_methods(), machine("quality", METHODS),
         "Peers on the same windows, with their own packages. The chart takes their perplexities from here. "
-        "llm-compressor is missing: it asks for an older transformers than this machine has. AutoRound is, too: "
-        "`benchmarks/quality_peers.py` has its rows, but they have not been run to the end. llama.cpp's types for 2 "
-        "to 4 bits need rows of a multiple of 256 inputs. Most of SmolLM2's rows have 576, so its quantizer takes "
-        "other types with more bits for them. The table says which came out, as shares of the weights. Its importance "
-        "matrix is that of 64 windows of the text that our methods saw.",
+        "llm-compressor is missing: it asks for an older transformers than this machine has. AutoRound tunes 50 steps "
+        "a block, as its light recipe does (200 are its default). llama.cpp's types for 2 to 4 bits need rows of a "
+        "multiple of 256 inputs. Most of SmolLM2's rows have 576, so its quantizer takes other types with more bits "
+        "for them. The table says which came out, as shares of the weights. Its importance matrix is that of 64 "
+        "windows of the text that our methods saw.",
         peer_methods(), machine("quality_peers"),
         "## Quality of quantized pages", cache(), machine("kv_quality"),
         "## Shorter prompts", prompts(), machine("prompt_compression"),

@@ -18,6 +18,8 @@ METHODS = {
     "int4 g32 gptq refine": 'int4 in groups of 32, GPTQ and `refine=True` (`quality="best"`)',
     "int4 g64 gptq refine": "int4, GPTQ and `refine=True`",
     "w4a4 g64 gptq refine": "int4 weights and inputs (W4A4), GPTQ and `refine=True`",
+    "w4a6 g64 gptq": "int4 weights, inputs in 6 bits (W4A6), GPTQ",
+    "w6a6 g64 gptq": "int6 weights, inputs in 6 bits (W6A6), GPTQ",
     "int4 g64 balanced, own text": 'int4, `quality="balanced"`, text of its own',
     "int4 g64 awq": "int4, AWQ",
     "int4 g64 gptq": "int4, GPTQ",
