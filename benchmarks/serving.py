@@ -67,6 +67,15 @@ def arrivals(count: int, rate: float | None, seed: int) -> list[float]:
     return times
 
 
+def int4_config(rounds_inputs: bool):
+    """4 bits to nearest, the output head in 8."""
+    from hf_efficient import WeightOnlyConfig
+
+    head = {"lm_head": {"bits": 8, "group_size": -1, "symmetric": True}}
+    options = dict(quantize_lm_head=True, overrides=head, int8_on_cpu="auto" if rounds_inputs else False)
+    return WeightOnlyConfig(bits=4, method="rtn", **options)
+
+
 class Transformers:
     """The continuous batching manager of transformers."""
 
@@ -80,11 +89,7 @@ class Transformers:
 
             loading["attn_implementation"] = "flash_paged"
             if weights.startswith("int4"):
-                rounds = "auto" if "int8 inputs" in weights else False
-                head = {"lm_head": {"bits": 8, "group_size": -1, "symmetric": True}}
-                loading["quantization_config"] = hf_efficient.WeightOnlyConfig(
-                    bits=4, method="rtn", quantize_lm_head=True, overrides=head, int8_on_cpu=rounds
-                )
+                loading["quantization_config"] = int4_config("int8 inputs" in weights)
         from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **loading).eval()

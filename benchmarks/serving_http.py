@@ -1,12 +1,13 @@
 """The part "http" of serving.py: servers of an OpenAI API, asked by the `openai` package, as many clients at once as
 there are requests.
 
-Prompts are beginnings of Wikipedia articles of 16 to 256 tokens, chats stream 16 to 128 tokens, greedily, and end where
+Prompts are 16 to 256 tokens of Wikipedia articles, chats stream 16 to 128 tokens, greedily, and end where
 the model ends them. New tokens are those of the answers' texts. CPU seconds and memory are those of the server and of
 the processes that it starts.
 """
 
 import asyncio
+import contextlib
 import os
 import random
 import socket
@@ -34,17 +35,15 @@ def command(engine: str, options, port: int, folder: Path) -> list[str]:
         return [*words, *at, "--continuous-batching", "--cb-num-blocks", str(options.blocks), *tokens]
     model = options.model
     if "int4" in engine:
-        import hf_efficient
+        from serving import int4_config
 
-        head = {"lm_head": {"bits": 8, "group_size": -1, "symmetric": True}}
-        config = hf_efficient.WeightOnlyConfig(bits=4, method="rtn", quantize_lm_head=True, overrides=head)
-        saved(options.model, config, folder)
+        save(options.model, int4_config("int8 inputs" in engine), folder)
         model = folder
     words = [sys.executable, "-c", "import sys; from hf_efficient.cli import main; sys.exit(main())", "serve"]
     return [*words, str(model), *at, "--sequences", str(options.requests), "--context", "512"]
 
 
-def saved(source: str, config, folder: Path) -> None:
+def save(source: str, config, folder: Path) -> None:
     """The quantized model with its tokenizer in `folder`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -124,23 +123,30 @@ class HttpWorker:
 
     def usage(self) -> tuple[float, float]:
         """CPU seconds and the peak of resident megabytes, of the server and what it started."""
-        import psutil
-
-        parent = psutil.Process(self.process.pid)
         seconds = peak = 0.0
-        for process in [parent, *parent.children(recursive=True)]:
+        for process in self.processes():
             times = process.cpu_times()
             seconds += times.user + times.system
             lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
             peak += sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
         return seconds, peak
 
+    def processes(self) -> list:
+        """The server and what it started; none where it has ended."""
+        import psutil
+
+        try:
+            parent = psutil.Process(self.process.pid)
+            return [parent, *parent.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
     def stop(self) -> None:
         import psutil
 
-        parent = psutil.Process(self.process.pid)
-        for process in [*parent.children(recursive=True), parent]:
-            process.kill()
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self.process.wait()
         self.log.close()
         self.folder.cleanup()
