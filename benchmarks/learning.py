@@ -2,7 +2,7 @@
 
     python benchmarks/learning.py [--rows GLOB ...] [--minutes 20 | --steps N] [--start-windows 128] [--starts FOLDER]
         [--tokens FILE --calibration-tokens FILE] [--checkpoints FOLDER] [--seed 0] [--output FILE]
-        [--batch-size 1] [--learning-rate R] [--text-share 0] [--more-text FILE --more-windows N] [--device cuda]
+        [--batch-size 1] [--learning-rate R] [--text-share 0] [--own-windows N] [--device cuda]
     python benchmarks/learning.py --table          # the table of what has been measured
 
 Model, measured texts and calibration text are those of `benchmarks/quality.py`, the text that is trained on is that of
@@ -36,6 +36,7 @@ from safetensors.torch import load_file, save_file
 import hf_efficient
 from hf_efficient.compression.recovery import progress
 from hf_efficient.compression.recovery import training as recovery_training
+from hf_efficient.compression.recovery.texts import read_windows
 from hf_efficient.evaluation import environment, memory, perplexity
 
 
@@ -82,15 +83,6 @@ def weight_only(tokens, **options):
 def sparse(tokens, **options):
     """SmolLM2 as a `SparseConfig` makes it."""
     return harness.load(quantization_config=hf_efficient.SparseConfig(**options, calibration={"tokens": tokens}))
-
-
-def more_windows(tokenizer, path: Path, count: int) -> torch.Tensor:
-    """int64 [count, 512], spread evenly over a plain text."""
-    ids = tokenizer(path.read_text(), add_special_tokens=False, verbose=False)["input_ids"]
-    windows = torch.tensor(ids[: len(ids) // 512 * 512]).view(-1, 512)
-    if count > len(windows):
-        raise ValueError(f"--more-windows {count}: {path} has {len(windows)}")
-    return windows[torch.arange(count) * len(windows) // count]
 
 
 def smaller(tokens, **shape):
@@ -196,8 +188,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=1, help="windows of 512 tokens in a step")
     parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--text-share", type=float, default=0.0)
-    parser.add_argument("--more-text", type=Path, help="plain text to learn from beside the articles")
-    parser.add_argument("--more-windows", type=int, default=1400, help="windows of 512 tokens of it")
+    parser.add_argument("--own-windows", type=int, default=0, help="of 512 tokens that the dense model writes")
     parser.add_argument("--start-windows", type=int, default=128, help="of calibration, for what rows start from")
     parser.add_argument("--tokens", help="measured windows instead of the sample's")
     parser.add_argument("--calibration-tokens", help="calibration windows instead of the sample's")
@@ -215,14 +206,15 @@ def main() -> None:
     scored, tokenizer = texts(options.tokens), harness.tokenizer()
     calibration = harness.windows(options.calibration_tokens, "calibration", options.start_windows, 512)
     training = training_tokens(tokenizer, scored["wikipedia"])
-    if options.more_text is not None:
-        training = torch.cat([training, more_windows(tokenizer, options.more_text, options.more_windows)])
+    teacher = harness.load(device_map=options.device)
+    if options.own_windows:
+        asked = hf_efficient.CalibrationConfig(num_samples=options.own_windows, own_text="sampled")
+        training = torch.cat([training, read_windows(asked, None, 512, teacher, options.starts)])
     training = training[torch.randperm(len(training), generator=torch.Generator().manual_seed(0))]
     budget = {"minutes": options.minutes} if options.steps is None else {"steps": options.steps}
     budget |= {"batch_size": options.batch_size, "learning_rate": options.learning_rate, "seed": options.seed}
     budget["text_share"] = options.text_share
     recovery_training.SAVE_EVERY, progress.TIMES_MEASURED, progress.clock = options.save_every, 2, time.process_time
-    teacher = harness.load(device_map=options.device)
     dense, done = scores_of(teacher, "dense", scored, options.starts), harness.read(options.output, {})
     with tempfile.TemporaryDirectory() as scratch:
         for name in harness.matching(ROWS, options.rows):
@@ -232,8 +224,8 @@ def main() -> None:
             kept = options.checkpoints and options.checkpoints / shown_name.replace(" ", "-").replace(":", "of")
             own = budget | {"checkpoint_dir": None if kept is None else str(kept)}
             row = measure(name, teacher, dense, calibration, scored, training, starts, options.starts, own)
-            row |= {"more_windows": 0 if options.more_text is None else options.more_windows}
-            row |= {"start_windows": options.start_windows, "training_windows": list(training.shape)}
+            row |= {"own_windows": options.own_windows, "start_windows": options.start_windows}
+            row |= {"training_windows": list(training.shape)}
             row |= {"load_average_before": load, "load_average_after": os.getloadavg()[1]}
             done[shown_name] = {**row, "environment": environment.describe()}
             harness.write(options.output, done)

@@ -8,6 +8,7 @@ Prompts of 16 to 256 random tokens, 16 to 128 new tokens each, SmolLM2-135M. Par
 - poisson: requests come at random, at `--loads` of the capacity that the result file holds; `max_ms_between_tokens` of
   ours is that of `MAX_MS`, or `--max-ms`
 - prefix: all at once, and all prompts begin with the same 512 tokens; prefixes are shared
+- copying, chat: the eight prompts of speculation_texts.py at once, with and without prompt lookup; 128 tokens at most
 - stock: transformers' continuous batching without this package, on a sixteenth of the requests
 - host: milliseconds of a step beyond its forward, of those steps in which all requests decode
 - http: servers of an OpenAI API, see serving_http.py
@@ -25,7 +26,6 @@ import argparse
 import functools
 import json
 import os
-import random
 import resource
 import statistics
 import subprocess
@@ -33,12 +33,18 @@ import sys
 import time
 from pathlib import Path
 
+from serving_requests import arrivals, chats, workload
+
 
 OURS, VLLM_ENGINE = ("ours bf16", "ours int4", "ours int4, int8 inputs"), "vLLM bf16"
+LOOKUP = ", prompt lookup"  # at most 8 drafts a step
+TEXTS = tuple(f"{engine}{drafts}" for engine in ("ours bf16", "ours int4") for drafts in ("", LOOKUP))
+CHATS = "copying", "chat"
 PARTS = {  # part -> its engines
     "closed": (*OURS, VLLM_ENGINE),
     "poisson": ("ours bf16", "ours int4, int8 inputs", VLLM_ENGINE),
     "prefix": (*OURS, VLLM_ENGINE),
+    **dict.fromkeys(CHATS, TEXTS),
     "stock": ("stock bf16",),
     "host": ("ours bf16",),
     "http": ("stock bf16", "ours bf16", "ours int4, int8 inputs", VLLM_ENGINE),
@@ -48,23 +54,6 @@ LOADS = (0.5, 0.7, 0.9)  # of capacity, in requests a second
 SHARED_PREFIX = 512  # tokens
 STOCK_SHARE = 16
 PLOT = Path(__file__).resolve().parents[1] / "docs" / "images" / "serving.png"
-
-
-def workload(count: int, shared: int, seed: int) -> list[tuple[list[int], int]]:
-    """(prompt, new tokens) of each request; the first `shared` tokens of all prompts are the same."""
-    draw = random.Random(seed)
-    prefix = [draw.randrange(100, 40000) for _ in range(shared)]
-    sizes = [(draw.randint(16, 256), draw.randint(16, 128)) for _ in range(count)]
-    return [(prefix + [draw.randrange(100, 40000) for _ in range(length)], new) for length, new in sizes]
-
-
-def arrivals(count: int, rate: float | None, seed: int) -> list[float]:
-    """Seconds after the start; all at 0 without a rate (requests a second)."""
-    draw, now, times = random.Random(seed), 0.0, []
-    for _ in range(count):
-        now += draw.expovariate(rate) if rate else 0.0
-        times.append(now)
-    return times
 
 
 def int4_config(rounds_inputs: bool):
@@ -93,11 +82,15 @@ class Transformers:
         from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **loading).eval()
-        generation = GenerationConfig(max_new_tokens=128, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        end = self.model.generation_config.eos_token_id if options.part in CHATS else -1
+        generation = GenerationConfig(max_new_tokens=128, do_sample=False, eos_token_id=end, pad_token_id=0)
         tokens = {"max_batch_tokens": 1024} if kind == "stock" else {}  # its masks of 8192 tokens take gigabytes
-        sharing = dict(num_blocks=options.blocks, allow_block_sharing=bool(options.shared_prefix))
-        if options.max_ms:
-            config = hf_efficient.ContinuousBatchingConfig(**sharing, max_ms_between_tokens=options.max_ms)
+        sharing = dict(num_blocks=options.blocks, allow_block_sharing=options.part == "prefix")
+        own = {"max_ms_between_tokens": options.max_ms} if options.max_ms else {}
+        if LOOKUP in engine:
+            own["prompt_lookup_num_tokens"] = 8
+        if own:
+            config = hf_efficient.ContinuousBatchingConfig(**sharing, **own)
         else:
             config = ContinuousBatchingConfig(**sharing, **tokens)
         self.manager = self.model.init_continuous_batching(
@@ -160,7 +153,7 @@ class VLLM:
 
         arguments = EngineArgs(
             model=folder, dtype="bfloat16", max_model_len=2048, max_num_seqs=64,
-            enable_prefix_caching=bool(options.shared_prefix),
+            enable_prefix_caching=options.part == "prefix",
         )  # fmt: skip
         self.engine, self.calls = LLMEngine.from_engine_args(arguments), 0
 
@@ -211,9 +204,12 @@ def work(options) -> None:
     engine = kind(options.model, options.work, options)
     for line in sys.stdin:
         ask = json.loads(line)
-        requests = workload(ask["count"], options.shared_prefix, ask["seed"])
+        if options.part in CHATS:
+            requests = chats(options.part, options.model)
+        else:
+            requests = workload(ask["count"], SHARED_PREFIX if options.part == "prefix" else 0, ask["seed"])
         before = time.process_time()
-        if ask["part"] == "host":
+        if options.part == "host":
             found = engine.host(requests)
         else:
             found = summary(engine.serve(requests, arrivals(ask["count"], ask["rate"], ask["seed"])))
@@ -227,9 +223,7 @@ class Worker:
     def __init__(self, part: str, engine: str, options):
         python = options.vllm_python if engine == VLLM_ENGINE else sys.executable
         command = [python, __file__, "--work", engine, "--model", options.model, "--threads", str(options.threads)]
-        command += ["--blocks", str(options.blocks)]
-        if part == "prefix":
-            command += ["--shared-prefix", str(SHARED_PREFIX)]
+        command += ["--blocks", str(options.blocks), "--part", part]
         command += ["--max-ms", str(budget(part, engine, options))]
         environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
         pipe = subprocess.PIPE
@@ -273,7 +267,8 @@ def measure(part: str, capacity: dict[str, float], options) -> list[dict]:
                 for engine, worker in workers.items():
                     rate = None if load is None else load * capacity[engine]
                     count = max(1, options.requests // (STOCK_SHARE if engine == "stock bf16" else 1))
-                    found = worker.ask(part=part, count=count, seed=turn + 7, rate=rate)
+                    count = 8 if part in CHATS else count
+                    found = worker.ask(count=count, seed=turn + 7, rate=rate)
                     if turn >= 0:
                         rows.append({"part": part, "engine": engine, "load": load, "turn": turn, "requests": count})
                         rows[-1] |= {"threads": options.threads, "max_ms": budget(part, engine, options)}
@@ -375,7 +370,7 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--max-ms", type=float, help="`max_ms_between_tokens` of ours in `poisson`, instead of MAX_MS")
     parser.add_argument("--quick", action="store_true", help="8 requests, once")
     parser.add_argument("--work", help=argparse.SUPPRESS)
-    parser.add_argument("--shared-prefix", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.quick:
         options.requests, options.repeats = 8, 1

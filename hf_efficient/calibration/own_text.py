@@ -11,7 +11,8 @@ from hf_efficient.evaluation.devices import free_memory
 
 
 logger = logging.get_logger(__name__)
-_ROWS = 32  # windows that are written at once
+_ROWS = 32  # windows that a CPU writes at once
+_MOST_ROWS = 1024  # that an accelerator does; fewer where its memory holds no more
 _SHARE_NEW = 0.5  # of the 8-token runs of a window that must stand nowhere else in the text
 _RUN = 8
 _MOST_ROUNDS = 4  # at most so many times the windows that are asked for are written
@@ -71,15 +72,22 @@ def own_tokens(model, calibration: CalibrationConfig) -> torch.Tensor:
 
 def _written(model, number: int, length: int, generator: torch.Generator) -> torch.Tensor:
     """Windows that `model` samples at temperature 1, each after its first token: the one that begins text, or a random
-    one where there is none. Windows that mostly repeat themselves or others are left out."""
-    windows, seen, written = [], set(), 0
+    one where there is none. Windows that mostly repeat themselves or others are left out. How many are written at once,
+    and so the text, depends on the device."""
+    windows, seen, written, at_once = [], set(), 0, _ROWS if model.device.type == "cpu" else _MOST_ROWS
     with logging.tqdm(total=number, unit="window", desc="writing text to calibrate on") as bar:
         while len(windows) < number and written < _MOST_ROUNDS * number:
-            count = min(_ROWS, number - len(windows))
+            count = min(at_once, number - len(windows))
+            try:
+                with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+                    torch.manual_seed(int(torch.randint(1 << 62, (), generator=generator)))
+                    rows = _sample(model, _first_tokens(model, count, generator), length)
+            except torch.OutOfMemoryError:
+                if count == 1:
+                    raise
+                at_once = max(1, count // 4)
+                continue
             written += count
-            with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-                torch.manual_seed(int(torch.randint(1 << 62, (), generator=generator)))
-                rows = _sample(model, _first_tokens(model, count, generator), length)
             for row in rows:
                 runs = [tuple(run) for run in row.unfold(0, min(_RUN, length), 1).tolist()]
                 new = set(runs) - seen

@@ -48,6 +48,25 @@ def _take(fresh, stale, count):
     return [stale if index == 2 else next(fresh) for index in range(count)]
 
 
+@pytest.mark.parametrize("most", [2, 0])
+def test_fewer_windows_are_written_at_once_where_memory_holds_no_more(most, endless_llama, monkeypatch):
+    counts, sample = [], own_text._sample
+
+    def small(model, first, length):
+        counts.append(len(first))
+        if len(first) > most:
+            raise torch.OutOfMemoryError
+        return sample(model, first, length)
+
+    monkeypatch.setattr(own_text, "_sample", small)
+    if most == 0:
+        with pytest.raises(torch.OutOfMemoryError):
+            own_text.own_tokens(endless_llama, asked("sampled"))
+    else:
+        assert own_text.own_tokens(endless_llama, asked("sampled")).shape == (3, 16)
+    assert counts == ([3, 1, 1, 1] if most else [3, 1])
+
+
 def test_a_model_that_only_repeats_itself_is_refused(endless_llama, monkeypatch):
     repeated = torch.zeros(3, 32, dtype=torch.int64)
     monkeypatch.setattr(own_text, "_sample", lambda model, first, length: repeated[: len(first)])
