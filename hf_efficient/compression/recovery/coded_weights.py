@@ -12,6 +12,7 @@ from hf_efficient.formats.group_bits import GroupBitsFormat
 from hf_efficient.formats.masked import MaskedFormat
 from hf_efficient.formats.ternary import TernaryFormat
 from hf_efficient.formats.trellis import TrellisFormat
+from hf_efficient.kernels.fake_quantize import FakeQuantizer
 
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # codes of these have no operators
@@ -143,6 +144,16 @@ class CodedWeight(nn.Module):
         scale = self.scale * self.log_scale.detach().exp()
         return scale.to(self.codes_format.dtypes(self.dtype)["scale"]).float()
 
+    def quantizer(self, dtype: torch.dtype) -> tuple[FakeQuantizer | None, torch.Tensor | float]:
+        """What rounds to values in `dtype` in one pass, with its zero points; None where torch's operators do."""
+        grid, blocks = self.grid, self.blocks
+        if not isinstance(grid, StepGrid) or grid.minimum is not None or blocks.height not in (1, None):
+            return None, 0.0
+        zero = grid.zero[:, 0, :, 0] if isinstance(grid.zero, torch.Tensor) else grid.zero
+        width = min(blocks.width or blocks.columns, blocks.columns)
+        made = FakeQuantizer(grid.low, grid.high, width, grid.work or dtype, self.passes_all)
+        return (made if made.serves(self.weight, dtype) else None), zero
+
     def _scale_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that hold the scales of a codebook. Scales in 8 bits stay on the grid that they had."""
         scale = self.scale * self.log_scale.detach().exp()
@@ -165,9 +176,14 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, log_scale, table, coded, dtype):
         coded._use_table()
-        blocks, grid, scale = coded.blocks, coded.grid, Blocks.scale(coded.stored_scale())
-        codes = grid.nearest(_divided(blocks.split(weight), scale))
-        rounded = blocks.join(grid.weights(codes, scale, dtype))
+        blocks, grid, scale, codes = coded.blocks, coded.grid, coded.stored_scale(), None
+        ctx.quantizer, ctx.zero = coded.quantizer(dtype)
+        if ctx.quantizer is not None:
+            rounded = ctx.quantizer.rounded(weight, scale, ctx.zero, dtype)
+        else:
+            spread = Blocks.scale(scale)
+            codes = grid.nearest(_divided(blocks.split(weight), spread))
+            rounded = blocks.join(grid.weights(codes, spread, dtype))
         if coded.mask is not None:
             rounded = rounded * coded.mask
         if coded.kept is not None:
@@ -179,28 +195,29 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         weight, rounded, codes = ctx.saved_tensors
-        coded, scale, blocks, grid = ctx.coded, ctx.scale, ctx.coded.blocks, ctx.coded.grid
-        gradient = gradient.float()
+        coded, scale, blocks, grid, table = ctx.coded, ctx.scale, ctx.coded.blocks, ctx.coded.grid, None
+        gradient = gradient if ctx.quantizer is not None else gradient.float()
         if coded.mask is not None:
             gradient = gradient * coded.mask
         own = gradient if coded.kept is None else gradient.index_fill(1, coded.kept, 0)
-        split = blocks.split(own)
-        position = grid.shifted(_divided(blocks.split(weight), scale))
-        inside = torch.ops.aten.hardtanh_backward(split, position, *grid.bounds)
-        passed = split if coded.passes_all else inside
-        error = blocks.split(rounded.float() * own)
-        log_scale = error.addcmul_(inside, blocks.split(weight), value=-1).sum((1, 3)).sum_to_size(coded.scale.shape)
-        table = None
+        if ctx.quantizer is not None:
+            passed, log_scale = ctx.quantizer.gradients(weight, scale, ctx.zero, rounded, own)
+        else:
+            spread, split = Blocks.scale(scale), blocks.split(own)
+            position = grid.shifted(_divided(blocks.split(weight), spread))
+            inside = torch.ops.aten.hardtanh_backward(split, position, *grid.bounds)
+            error = blocks.split(rounded.float() * own)
+            log_scale = error.addcmul_(inside, blocks.split(weight), value=-1).sum((1, 3))
+            passed = blocks.join(split if coded.passes_all else inside)
         if codes is not None:
             rows = len(coded.table)
             flat = codes.flatten(2).flatten(0, 1).long()
-            each = (split * scale).flatten(2).flatten(0, 1)
+            each = (split * spread).flatten(2).flatten(0, 1)
             table = torch.zeros(len(flat), coded.table.shape[1], device=flat.device).scatter_add_(1, flat, each)
             table = table if rows > 1 else table.sum(0, keepdim=True)
-        passed = blocks.join(passed)
         if coded.kept is not None:
-            passed[:, coded.kept] = gradient[:, coded.kept]
-        return passed, log_scale, table, None, None
+            passed[:, coded.kept] = gradient[:, coded.kept].float()
+        return passed, log_scale.sum_to_size(coded.scale.shape), table, None, None
 
 
 class TrellisFactors(nn.Module):

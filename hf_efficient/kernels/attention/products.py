@@ -1,7 +1,7 @@
-"""Causal attention of a training in bfloat16 on a CPU, by matrix products.
+"""The backward pass of causal attention in bfloat16 on a CPU, by matrix products.
 
-torch's own kernel reaches a tenth of the processor's rate in the backward pass. Here some queries at once make a matrix
-of scores, and oneDNN multiplies. No matrix [S, S] is kept: the backward computes the scores again (FlashAttention,
+torch's own kernel reaches a tenth of the processor's rate there. Here some queries at once make a matrix of scores, and
+oneDNN multiplies. No matrix [S, S] is kept: the scores are computed again (FlashAttention,
 https://arxiv.org/abs/2205.14135, algorithm 4)."""
 
 import torch
@@ -42,20 +42,13 @@ def has_bfloat16_products() -> bool:
 
 
 class CausalAttention(torch.autograd.Function):
-    """q [B, Hq, S, D], k [B, Hk, S, D], v [B, Hk, S, Dv], scale (None: D^-0.5) -> [B, Hq, S, Dv]."""
+    """q [B, Hq, S, D], k [B, Hk, S, D], v [B, Hk, S, Dv], scale (None: D^-0.5) -> [B, Hq, S, Dv], by torch's kernel."""
 
     @staticmethod
     def forward(ctx, q, k, v, scale):
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
         ctx.scale = scale
         ctx.save_for_backward(q, k, v)
-        keys, values = _merged(k), _merged(v)
-        out = q.new_empty(*q.shape[:3], v.shape[-1])
-        for part, queries in _parts(q, k):
-            weights = _weights(queries, keys, part, scale)
-            found = torch.bmm(weights.to(q.dtype), values[:, : part.stop])
-            out[:, :, part] = found.view(*q.shape[:2], -1, v.shape[-1])
-        return out
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
 
     @staticmethod
     def backward(ctx, grad):

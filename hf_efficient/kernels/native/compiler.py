@@ -21,6 +21,7 @@ LIBRARIES = {  # library, compiled from <name>/<name>.cpp -> the macros of each 
     "contextual": ({},),
     "hadamard": ({},),
     "packing": ({},),
+    "fake_quantize": ({},),
     "viterbi": ({},),
     "trellis": tuple({"HALF_BITS": count} for count in range(3, 11)),
 }

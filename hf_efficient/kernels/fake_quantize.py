@@ -1,0 +1,102 @@
+"""Fake quantization on CPUs (Jacob et al., https://arxiv.org/abs/1712.05877): a weight rounded to the values of its
+codes, and the gradients of LSQ (https://arxiv.org/abs/1902.08153), each in one pass by a C++ kernel. The definition, in
+torch, is `compression.recovery.coded_weights`."""
+
+import ctypes
+
+import torch
+
+from hf_efficient.kernels.native import build
+from hf_efficient.kernels.native.tiers import once_a_tier
+
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class _FakeQuantization(ctypes.Structure):
+    """`FakeQuantization` of native/fake_quantize/fake_quantize.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weight", "scale", "zero", "rounded", "gradient", "passed", "of_scale")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "width", "type", "works_in_type")),
+        *((name, ctypes.c_int64) for name in ("low", "high", "passes_all")),
+    ]
+
+
+@once_a_tier
+def _function():
+    """The compiled kernel; None where torch's operators serve instead."""
+    library = build.load("fake_quantize", (_FakeQuantization,))
+    if library is None:
+        return None
+    library.hf_fake_quantize.argtypes, library.hf_fake_quantize.restype = [ctypes.c_void_p], None
+    return library.hf_fake_quantize
+
+
+class FakeQuantizer:
+    """Codes `low` to `high`, in steps of a scale around a zero point, that groups of columns share.
+
+    Args:
+        width: columns of a group; the last group of a row may have fewer.
+        work: dtype in which codes become weights, the weights' own or float32.
+        passes_all: whether the gradient passes where a weight is cut off, too.
+    """
+
+    def __init__(self, low: int, high: int, width: int, work: torch.dtype, passes_all: bool = False):
+        self.low, self.high, self.width, self.work, self.passes_all = low, high, width, work, passes_all
+
+    def serves(self, weight: torch.Tensor, dtype: torch.dtype) -> bool:
+        """Whether the kernel rounds `weight` to values in `dtype`."""
+        is_plain = weight.device.type == "cpu" and weight.dtype is torch.float32 and weight.is_contiguous()
+        return is_plain and dtype in _TYPES and self.work in (dtype, torch.float32) and _function() is not None
+
+    def rounded(self, weight: torch.Tensor, scale: torch.Tensor, zero, dtype: torch.dtype) -> torch.Tensor:
+        """weight float32 [N, K] -> the values of its nearest codes [N, K] in `dtype`.
+
+        Args:
+            scale: float32, broadcasts to [N, groups]; a weight whose scale is 0 gets the code of its zero point.
+            zero: float32 tensor that broadcasts alike, or a number.
+
+        Raises:
+            ValueError: shapes that do not fit each other.
+        """
+        rounded = torch.empty_like(weight, dtype=dtype)
+        self._run(weight, scale, zero, rounded)
+        return rounded
+
+    def gradients(
+        self, weight: torch.Tensor, scale: torch.Tensor, zero, rounded: torch.Tensor, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """From the gradient of `rounded`, [N, K] in its dtype, those of the weight, float32 [N, K], and of the
+        logarithms of the scales, float32 [N, groups].
+
+        Raises:
+            ValueError: shapes that do not fit each other.
+        """
+        if gradient.shape != rounded.shape or gradient.dtype != rounded.dtype:
+            given = f"{gradient.dtype} {list(gradient.shape)}"
+            raise ValueError(f"gradient {given}: it must be {rounded.dtype} {list(rounded.shape)}")
+        passed = torch.empty_like(weight)
+        of_scale = weight.new_empty(len(weight), self._groups(weight))
+        self._run(weight, scale, zero, rounded, gradient.contiguous(), passed, of_scale)
+        return passed, of_scale
+
+    def _groups(self, weight: torch.Tensor) -> int:
+        return -(-weight.shape[1] // self.width)
+
+    def _run(self, weight, scale, zero, rounded, gradient=None, passed=None, of_scale=None) -> None:
+        rows, columns = weight.shape
+        shape = rows, self._groups(weight)
+        zero = zero if isinstance(zero, torch.Tensor) else weight.new_tensor([[zero]])
+        for name, given in (("scale", scale), ("zero", zero)):
+            if given.dim() != 2 or any(own not in (1, asked) for own, asked in zip(given.shape, shape)):
+                raise ValueError(f"{name} {list(given.shape)} does not broadcast to {list(shape)}")
+        if rounded.shape != weight.shape or not rounded.is_contiguous():
+            raise ValueError(f"rounded {list(rounded.shape)}: it must be {list(weight.shape)}, without gaps")
+        scale, zero = (given.float().expand(shape).contiguous() for given in (scale, zero))
+        tensors = weight, scale, zero, rounded, gradient, passed, of_scale
+        kind = _TYPES[rounded.dtype], self.work is not torch.float32
+        torch.get_num_threads()  # gives a new Python thread torch's number of threads: OpenMP keeps one a thread
+        pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+        call = _FakeQuantization(*pointers, rows, columns, self.width, *kind, self.low, self.high, self.passes_all)
+        _function()(ctypes.addressof(call))
