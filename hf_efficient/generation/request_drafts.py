@@ -53,13 +53,17 @@ class RequestDrafts:
             tokens: of the step's forward without drafts.
             room: room(request, count) -> for how many drafts there is room in the pages, at most `count`.
         """
-        start = perf_counter()
         limits = [min(request.limit, self.max_tokens) for request in requests]
         if not requests or max(limits) <= 0 or self.policy.rests():
             return [[]] * len(requests)
+        self._read(requests)
+        start = perf_counter()
         found = self._propose(requests, limits, growing, tokens, room)
         self._spent = perf_counter() - start
         return found
+
+    def _read(self, requests: list[Growing]) -> None:
+        """Reads what is new of the requests. Once for each of their tokens, it does not count as what drafts cost."""
 
     def _propose(self, requests, limits, growing, tokens, room) -> list[list[int]]:
         raise NotImplementedError
@@ -72,7 +76,7 @@ class RequestDrafts:
         plain = policy.seconds(tokens - sum(proposed))
         more = policy.seconds(tokens) - plain
         won = sum(accepted) * plain / max(1, len(requests))
-        policy.count(won, self._spent + more)
+        policy.count(won, self._spent + more, sum(proposed))
         self._spent = 0.0
 
 
@@ -84,8 +88,10 @@ class LookupDrafts(RequestDrafts):
         self.lookup = PromptLookup(num_tokens)
         self._rows: dict[str, tuple[SuffixAutomaton, list[int]]] = {}  # by request, with the tokens it has read
 
+    def _read(self, requests):
+        self._rows = {request.id: self._row(request) for request in requests}
+
     def _propose(self, requests, limits, growing, tokens, room):
-        self._rows = {request.id: self._read(request) for request in requests}
         trees = [
             self.lookup.guess(self._rows[request.id][0], limit, min(limit, MAX_NODES)) if limit > 0 else None
             for request, limit in zip(requests, limits)
@@ -96,7 +102,7 @@ class LookupDrafts(RequestDrafts):
             chain[: room(index, count) if count else 0] for index, ((chain, _), count) in enumerate(zip(chains, counts))
         ]
 
-    def _read(self, request: Growing) -> tuple[SuffixAutomaton, list[int]]:
+    def _row(self, request: Growing) -> tuple[SuffixAutomaton, list[int]]:
         row, read = self._rows.get(request.id, (None, None))
         if row is None or request.tokens[: len(read)] != read:
             row, read = SuffixAutomaton(), []

@@ -1,9 +1,11 @@
 """Which drafts of many requests pay, by made-up seconds."""
 
+import time
+
 from hf_efficient.generation.request_drafts import Growing, LookupDrafts
 from hf_efficient.generation.speculation.draft_length import MIN_PAUSE
 from hf_efficient.generation.speculation.latency_model import LatencyCurve
-from hf_efficient.generation.speculation.request_policy import RequestDraftPolicy
+from hf_efficient.generation.speculation.request_policy import MOST_PAUSE, RequestDraftPolicy
 
 
 def policy_of(seconds: dict[int, float], most=64) -> RequestDraftPolicy:
@@ -33,22 +35,46 @@ def test_depth_weighs_the_seconds_of_the_draft():
     assert policy.depth([0.5], [8], 1, 1, lambda rows: 2.0) == 0
 
 
+def rested(policy: RequestDraftPolicy) -> int:
+    """The steps until it drafts again."""
+    return next(step for step in range(1000) if not policy.rests())
+
+
 def test_pauses_double_while_drafts_do_not_pay():
     policy = policy_of({1: 1.0})
     pauses = []
-    for _ in range(3):
-        policy.count(won=0.0, spent=0.1)
-        pauses.append(0)
-        while policy.rests():
-            pauses[-1] += 1
-    assert pauses == [MIN_PAUSE - 1, 2 * MIN_PAUSE - 1, 4 * MIN_PAUSE - 1]
-    policy.count(won=1.0, spent=0.1)
-    policy.count(won=0.0, spent=5.0)
-    assert sum(policy.rests() for _ in range(MIN_PAUSE + 3)) == MIN_PAUSE - 1
+    for _ in range(6):
+        policy.count(won=0.0, spent=0.1, drafts=3)
+        pauses.append(rested(policy) + 1)
+    assert pauses == [8, 16, 32, 64, 128, 128] and (pauses[0], pauses[-1]) == (MIN_PAUSE, MOST_PAUSE)
+    policy.count(won=1.0, spent=0.1, drafts=3)
+    assert not policy.rests(), "what was won pays for some steps"
+    policy.count(won=0.0, spent=5.0, drafts=3)
+    assert rested(policy) == MIN_PAUSE - 1
+
+
+def test_a_look_that_finds_nothing_makes_no_pause_longer():
+    policy = policy_of({1: 1.0})
+    for _ in range(6):
+        policy.count(won=0.0, spent=0.001, drafts=0)
+        assert rested(policy) == MIN_PAUSE - 1
 
 
 def test_no_draft_before_a_forward_was_measured():
     assert policy_of({}).rests()
+
+
+def test_reading_prompts_is_no_cost_of_drafts(monkeypatch):
+    drafts = LookupDrafts(policy_of({1: 1.0, 64: 1.0}), 4)
+    monkeypatch.setattr(drafts, "_read", lambda requests, read=drafts._read: (time.sleep(0.2), read(requests)))
+    request = Growing("a", [1, 2, 3, 4, 1, 2, 3], 3, 9, list)
+    proposed = drafts.propose([request], 1, 1, lambda index, count: count)
+    drafts.learn([request], [len(proposed[0])], [0], 1 + len(proposed[0]))
+    assert drafts.policy.balance == 0.0, "it lost"
+    drafts.policy.balance, drafts.policy._steps_to_trial = 0.1, 0
+    proposed = drafts.propose([request], 1, 1, lambda index, count: count)
+    drafts.learn([request], [len(proposed[0])], [0], 1 + len(proposed[0]))
+    assert drafts.policy.balance > 0, "less than 0.1 s"
 
 
 def test_lookups_follow_their_requests():

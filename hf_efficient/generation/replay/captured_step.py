@@ -46,7 +46,7 @@ class CapturedStep:
         most_bytes: of the results of all captures (`kept_bytes`); the latest stays in any case.
 
     Attributes:
-        is_steady: whether the last call takes as long again: none of its forwards was captured.
+        is_steady: whether the last call takes as long again: none of its forwards was captured, or will soon be.
         captures_many: whether forwards of more than `FEW_TOKENS` may be captured, which keeps all sequences waiting.
     """
 
@@ -112,6 +112,7 @@ class CapturedStep:
         self._eager[kind] += 1
         is_few = width <= FEW_TOKENS
         if self._eager[kind] <= (FEW_EAGER if is_few else MANY_EAGER) or not (is_few or self.captures_many):
+            self.is_steady = not is_few
             return self._compute(width, rows, False)
         self.is_steady = False
         try:

@@ -3,15 +3,21 @@
 
 from collections.abc import Callable
 
-from hf_efficient.generation.speculation.draft_length import DRAFT_DECAY, MAX_PAUSE, MIN_PAUSE
+from hf_efficient.generation.speculation.draft_length import DRAFT_DECAY, MIN_PAUSE
 from hf_efficient.generation.speculation.latency_model import LatencyCurve
+
+
+MOST_PAUSE = 128  # steps: requests come and go, and a trial loses about one of them
+MARGIN = (
+    1.25  # what drafts are to win for every second that they take: requests without drafts wait for those of others
+)
 
 
 class RequestDraftPolicy:
     """Weighs the tokens that drafts will add against the seconds that they take, from measurements.
 
     Drafts of one request may pay where those of another do not. While none pay the drafter rests for some steps: 8 at
-    first, twice as many each time that they still do not pay, at most 1024.
+    first, twice as many each time that drafts were verified and still did not pay, at most `MOST_PAUSE`.
 
     Args:
         padded: tokens that a forward of so many tokens computes.
@@ -34,23 +40,25 @@ class RequestDraftPolicy:
         self._steps_to_trial -= self._steps_to_trial > 0
         return self._steps_to_trial > 0
 
-    def rest(self) -> None:
-        """Drafts do not pay: the next steps go without."""
-        self._pause = min(max(MIN_PAUSE, 2 * self._pause), MAX_PAUSE)
-        self._steps_to_trial = self._pause
-
-    def count(self, won: float, spent: float) -> None:
-        """A step in which drafts won and cost so many seconds."""
-        self.balance = DRAFT_DECAY * self.balance + won - spent
+    def count(self, won: float, spent: float, drafts: int) -> None:
+        """A step in which so many drafts were verified, and won and cost so many seconds."""
+        self.balance = DRAFT_DECAY * self.balance + won - MARGIN * spent
         if self.balance >= 0:
             self._pause = 0
-        else:
-            self.balance = 0.0
-            self.rest()
+            return
+        self.balance = 0.0
+        if drafts:
+            self._pause = min(max(MIN_PAUSE, 2 * self._pause), MOST_PAUSE)
+        self._steps_to_trial = self._pause if drafts else MIN_PAUSE
 
     def seconds(self, tokens: int) -> float:
         """Of a forward of `tokens` tokens."""
         return self.forward_seconds.at(self.padded(tokens))
+
+    def _weighed(self, tokens: int, drafts: int) -> float:
+        """Seconds of a forward of `tokens` tokens and as many drafts, which count by the margin."""
+        plain = self.seconds(tokens)
+        return plain + MARGIN * (self.seconds(tokens + drafts) - plain)
 
     def share(self, chances: list[list[float]], growing: int, tokens: int) -> list[int]:
         """How many of its drafts each request gets verified.
@@ -67,7 +75,7 @@ class RequestDraftPolicy:
             gain += chance
             if count < len(order) and self.padded(tokens + count + 1) > tokens + count + 1:
                 continue  # the forward is padded, so it computes the next one anyway
-            rate = (growing + gain) / self.seconds(tokens + count)
+            rate = (growing + gain) / self._weighed(tokens, count)
             if rate > best_rate:
                 best, best_rate = count, rate
         counts = [0] * len(chances)
@@ -95,7 +103,7 @@ class RequestDraftPolicy:
             added, cost = added + len(rows), cost + draft(len(rows))
             if tokens + added > self.most:
                 break
-            rate = (growing + gain) / (self.seconds(tokens + added) + cost)
+            rate = (growing + gain) / (self._weighed(tokens, added) + MARGIN * cost)
             if rate > best_rate:
                 best, best_rate = depth, rate
         return best
