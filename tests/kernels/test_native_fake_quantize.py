@@ -5,7 +5,7 @@ import torch
 
 from hf_efficient import BitNetConfig, W8A8Config, WeightOnlyConfig, methods
 from hf_efficient.compression.recovery.coded_weights import CodedWeight
-from hf_efficient.kernels.fake_quantize import FakeQuantizer
+from hf_efficient.kernels.linear.fake_quantize import FakeQuantizer
 from hf_efficient.kernels.native import tiers
 
 

@@ -12,7 +12,7 @@ from hf_efficient.formats.group_bits import GroupBitsFormat
 from hf_efficient.formats.masked import MaskedFormat
 from hf_efficient.formats.ternary import TernaryFormat
 from hf_efficient.formats.trellis import TrellisFormat
-from hf_efficient.kernels.fake_quantize import FakeQuantizer
+from hf_efficient.kernels.linear.fake_quantize import FakeQuantizer
 
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # codes of these have no operators

@@ -1,4 +1,4 @@
-// Fake quantization of a weight and its gradient, each in one pass: kernels/fake_quantize.py has the definition.
+// Fake quantization of a weight and its gradient, each in one pass: kernels/linear/fake_quantize.py has the definition.
 // A product is rounded before it is added to, as torch does it: what a weight rounds to is what is stored of it.
 
 #pragma GCC optimize("fp-contract=off")
@@ -7,7 +7,7 @@
 #include "elementwise.h"
 #include "layout.h"
 
-struct FakeQuantization {   // mirrored in kernels/fake_quantize.py
+struct FakeQuantization {   // mirrored in kernels/linear/fake_quantize.py
     const float *weight;    // [rows, columns]
     const float *scale;     // [rows, groups]
     const float *zero;      // [rows, groups]
