@@ -103,6 +103,21 @@ def test_any_cut_of_a_batch(config, forwards):
     assert "replayed" in forwards
 
 
+def test_only_replayed_forwards_of_few_tokens_tell_their_seconds(forwards, monkeypatch):
+    """Eager ones take twice as long, and are captured the next time."""
+    steady, original = [], CapturedStep.__call__
+
+    def noting(self, requests, wanted):
+        result = original(self, requests, wanted)
+        steady.append(self.is_steady)
+        return result
+
+    monkeypatch.setattr(CapturedStep, "__call__", noting)
+    batched(tiny_model("llama"))
+    assert {"eager", "captured", "replayed"} == set(forwards)
+    assert steady == [kind == "replayed" for kind in forwards]
+
+
 def test_memory_of_all_captures_is_bounded(forwards, monkeypatch):
     """Captures that do not fit are not made again in every step."""
     monkeypatch.setattr(captured_forward, "LEAST_KEPT_BYTES", 0)

@@ -112,7 +112,7 @@ class CapturedStep:
         self._eager[kind] += 1
         is_few = width <= FEW_TOKENS
         if self._eager[kind] <= (FEW_EAGER if is_few else MANY_EAGER) or not (is_few or self.captures_many):
-            self.is_steady = not is_few
+            self.is_steady = self.is_steady and not is_few
             return self._compute(width, rows, False)
         self.is_steady = False
         try:
