@@ -49,15 +49,16 @@ STARTS = {
     "50 %": lambda tokens: sparse(tokens, sparsity=0.5, method="alps"),
     "2:4": lambda tokens: sparse(tokens, pattern="2:4", method="alps", refine=True),
     "2:4 int4": lambda tokens: sparse(tokens, pattern="2:4", method="sparsegpt", weights=dict(bits=4, method="gptq")),
+    "22 of 30 layers": lambda tokens: smaller(tokens, num_hidden_layers=22),
     "half the layers": lambda tokens: smaller(tokens, num_hidden_layers=15),
     "0.75 width": lambda tokens: smaller(tokens, intermediate_size=1152),
 }
+SMALLER = "22 of 30 layers", "half the layers", "0.75 width"
 # name -> (start, function, arguments)
 ROWS = {
-    **{name: (name, "recover", {}) for name in STARTS if name not in ("half the layers", "0.75 width")},
+    **{name: (name, "recover", {}) for name in STARTS if name not in SMALLER},
+    **{name: (name, "distill", {}) for name in SMALLER},
     "ternary": (None, "to_bitnet", {}),
-    "half the layers": ("half the layers", "distill", {}),
-    "0.75 width": ("0.75 width", "distill", {}),
     **{
         f"loss: {name}": ("half the layers", "distill", options)
         for name, options in {

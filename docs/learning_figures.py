@@ -13,6 +13,7 @@ LEARNING_GOALS = {  # perplexity on Wikipedia
     "ternary": 90,
     "50 %": 23,
     "2:4": 30,
+    "22 of 30 layers": 40,
     "half the layers": 40,
     "0.75 width": 33,
 }

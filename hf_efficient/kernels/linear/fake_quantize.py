@@ -3,6 +3,7 @@ codes, and the gradients of LSQ (https://arxiv.org/abs/1902.08153), each in one 
 torch, is `compression.recovery.coded_weights`."""
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
 
@@ -33,6 +34,7 @@ def _function():
     return library.hf_fake_quantize
 
 
+@dataclass(frozen=True)
 class FakeQuantizer:
     """Codes `low` to `high`, in steps of a scale around a zero point, that groups of columns share.
 
@@ -42,8 +44,11 @@ class FakeQuantizer:
         passes_all: whether the gradient passes where a weight is cut off, too.
     """
 
-    def __init__(self, low: int, high: int, width: int, work: torch.dtype, passes_all: bool = False):
-        self.low, self.high, self.width, self.work, self.passes_all = low, high, width, work, passes_all
+    low: int
+    high: int
+    width: int
+    work: torch.dtype
+    passes_all: bool = False
 
     def serves(self, weight: torch.Tensor, dtype: torch.dtype) -> bool:
         """Whether the kernel rounds `weight` to values in `dtype`."""
