@@ -11,8 +11,8 @@ from hf_efficient.evaluation.devices import free_memory
 
 
 logger = logging.get_logger(__name__)
-_ROWS = 32  # windows that a CPU writes at once
-_MOST_ROWS = 1024  # that an accelerator does; fewer where its memory holds no more
+_ROWS = 32  # windows that are written at once
+_MOST_ROWS = 1024  # on GPUs that say when their memory holds no more: then fewer
 _SHARE_NEW = 0.5  # of the 8-token runs of a window that must stand nowhere else in the text
 _RUN = 8
 _MOST_ROUNDS = 4  # at most so many times the windows that are asked for are written
@@ -74,7 +74,7 @@ def _written(model, number: int, length: int, generator: torch.Generator) -> tor
     """Windows that `model` samples at temperature 1, each after its first token: the one that begins text, or a random
     one where there is none. Windows that mostly repeat themselves or others are left out. How many are written at once,
     and so the text, depends on the device."""
-    windows, seen, written, at_once = [], set(), 0, _ROWS if model.device.type == "cpu" else _MOST_ROWS
+    windows, seen, written, at_once = [], set(), 0, _MOST_ROWS if model.device.type == "cuda" else _ROWS
     with logging.tqdm(total=number, unit="window", desc="writing text to calibrate on") as bar:
         while len(windows) < number and written < _MOST_ROUNDS * number:
             count = min(at_once, number - len(windows))

@@ -1,4 +1,4 @@
-// Fake quantization of a weight and its gradient, each in one pass: kernels/linear/fake_quantize.py has the definition.
+// Fake quantization of a weight and its gradient, each in one pass: coded_weights.py has the definition, in torch.
 // A product is rounded before it is added to, as torch does it: what a weight rounds to is what is stored of it.
 
 #pragma GCC optimize("fp-contract=off")
