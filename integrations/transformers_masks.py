@@ -1,6 +1,9 @@
 """The masks of `attn_implementation="flash_paged"`: 2-D, for the patterns that a flash kernel computes by itself."""
 
 import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -41,6 +44,22 @@ def flash_paged_mask(*args, mask_function=None, **kwargs):
                 seen._hfe_columns = columns
                 return seen
     return flash_attention_mask(*args, **kwargs)
+
+
+@contextmanager
+def one_sequence_a_row() -> Iterator[None]:
+    """Inside, transformers takes each row of a batch without a mask for one sequence, in this thread. While a CUDA graph
+    is captured it cannot look at the positions, and would make a mask for rows that hold several: with it,
+    `scaled_dot_product_attention` does not run its flash kernel."""
+    from transformers import masking_utils
+
+    own, thread = masking_utils.find_packed_sequence_indices, threading.get_ident()
+    inside = lambda positions: None if threading.get_ident() == thread else own(positions)  # noqa: E731
+    masking_utils.find_packed_sequence_indices = inside
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = own
 
 
 def columns_of(mask: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:

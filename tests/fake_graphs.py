@@ -62,7 +62,8 @@ class _Recorder(TorchDispatchMode):
         return result
 
 
-def _is_capturing() -> bool:
+def is_capturing() -> bool:
+    """Whether a `FakeGraph` is being captured."""
     return isinstance(_get_current_dispatch_mode(), _Recorder)
 
 
@@ -70,7 +71,7 @@ def _as_one_kernel(function):
     """`function`, one kernel on a device, for which a CPU reads numbers on the host."""
 
     def call(*args):
-        if not _is_capturing():
+        if not is_capturing():
             return function(*args)
         capture = _get_current_dispatch_mode()
         with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -87,15 +88,15 @@ class FakeGraph:
 
     replays = 0
 
-    def __init__(self, forward, memory):
-        with torch.no_grad():
+    def __init__(self, forward, memory, has_gradients=False):
+        with torch.set_grad_enabled(has_gradients):
             forward()
         capture = _Recorder()
-        with torch.no_grad(), _NoHost(), UnknownSizes(), capture:
+        with torch.set_grad_enabled(has_gradients), _NoHost(), UnknownSizes(), capture:
             self.output = forward()
         self._calls = capture.calls
         for tensor in capture.made:  # a capture computes nothing
-            tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
+            tensor.detach().fill_(torch.nan if tensor.is_floating_point() else 0)
         self.nbytes = sum(x.nbytes for x in tree_leaves(self.output) if isinstance(x, torch.Tensor))
         self.replay()
 
@@ -115,6 +116,6 @@ def use_fake_graphs(monkeypatch) -> None:
     monkeypatch.setattr(FakeGraph, "replays", 0)
     monkeypatch.setattr(graph_forward, "GraphCapture", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
-    monkeypatch.setattr(recorder, "is_graph_capturing", _is_capturing)
+    monkeypatch.setattr(recorder, "is_graph_capturing", is_capturing)
     monkeypatch.setattr(EfficientExperts, "_run", _as_one_kernel(EfficientExperts._run))
     monkeypatch.setattr(ragged_model, "captured_forward_of", lambda device: graph_forward.GraphForward)

@@ -6,7 +6,8 @@ import torch
 
 SKEW = 0.1  # share of the other distribution in a mixture
 DIVERGENCES = ("forward", "reverse", "both", "skewed_forward", "skewed_reverse", "jensen_shannon")
-_ROWS = 16  # tokens computed at a time: their float32 distributions fit a core's cache
+_ROWS = 16  # tokens computed at a time on a CPU: their float32 distributions fit a core's cache
+_NUMBERS = 1 << 25  # float32 numbers of a distribution at a time elsewhere, where each operator is a launch
 _IGNORED = -100  # label of a token that is not known
 
 
@@ -46,22 +47,20 @@ def distillation_loss(
 
 
 class _Distillation(torch.autograd.Function):
-    """Computes the gradient along with the loss, `_ROWS` tokens at a time, so that no [tokens, V] distribution is held
-    in float32."""
+    """Computes the gradient along with the loss, some tokens at a time, so that no [tokens, V] distribution is held in
+    float32."""
 
     @staticmethod
     def forward(ctx, student, teacher, labels, divergence, text_share):
         dtype, tokens = torch.promote_types(student.dtype, torch.float32), len(student)
-        known = 0 if labels is None else max(1, (labels != _IGNORED).sum().item())
+        known = 0 if labels is None else (labels != _IGNORED).sum().clamp_min(1).to(dtype)
         forward, reverse = {"forward": (1, 0), "reverse": (0, 1), "both": (0.5, 0.5)}[divergence]
         forward, reverse = ((1 - text_share) * share / tokens for share in (forward, reverse))
-        gradient = torch.empty_like(student)
+        gradient, at_once = torch.empty_like(student), _rows_at_once(student)
         total = torch.zeros((), dtype=dtype, device=student.device)
-        scratch = student.new_empty(
-            (4, min(_ROWS, tokens), student.shape[-1]), dtype=dtype
-        )  # allocating per row block is slower
-        for start in range(0, tokens, _ROWS):
-            rows = slice(start, min(start + _ROWS, tokens))
+        scratch = student.new_empty((4, at_once, student.shape[-1]), dtype=dtype)  # one a block of rows is slower
+        for start in range(0, tokens, at_once):
+            rows = slice(start, min(start + at_once, tokens))
             log_q, log_p, q, p = scratch[:, : rows.stop - start]
             torch.log_softmax(student[rows], -1, dtype=dtype, out=log_q)
             torch.log_softmax(teacher[rows], -1, dtype=dtype, out=log_p)
@@ -100,10 +99,11 @@ class _Mixtures(torch.autograd.Function):
     @staticmethod
     def forward(ctx, student, teacher, labels, divergence, text_share):
         dtype, tokens = torch.promote_types(student.dtype, torch.float32), len(student)
-        known = 0 if labels is None else max(1, (labels != _IGNORED).sum().item())
+        known = 0 if labels is None else (labels != _IGNORED).sum().clamp_min(1).to(dtype)
         gradient, total = torch.empty_like(student), torch.zeros((), dtype=dtype, device=student.device)
-        for start in range(0, tokens, _ROWS):
-            rows = slice(start, start + _ROWS)
+        at_once = _rows_at_once(student)
+        for start in range(0, tokens, at_once):
+            rows = slice(start, start + at_once)
             log_q, log_p = student[rows].log_softmax(-1, dtype=dtype), teacher[rows].log_softmax(-1, dtype=dtype)
             q, p = log_q.exp(), log_p.exp()
             loss, slope = 0.0, 0.0  # of q, not of its logits
@@ -138,6 +138,12 @@ _MIXTURES = {
     "skewed_reverse": [(1.0, False, 1 - SKEW)],
     "jensen_shannon": [(0.5, True, 0.5), (0.5, False, 0.5)],
 }
+
+
+def _rows_at_once(logits: torch.Tensor) -> int:
+    """Tokens of logits [T, V] that are computed at a time."""
+    most = _ROWS if logits.device.type == "cpu" else max(1, _NUMBERS // logits.shape[-1])
+    return max(1, min(most, len(logits)))
 
 
 def _row_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from hf_efficient.evaluation.devices import free_memory
 
 logger = logging.get_logger(__name__)
 _ROWS = 32  # windows that are written at once
-_MOST_ROWS = 1024  # on GPUs that say when their memory holds no more: then fewer
+_MOST_ROWS = 4096  # on GPUs that say when their memory holds no more: then fewer
 _SHARE_NEW = 0.5  # of the 8-token runs of a window that must stand nowhere else in the text
 _RUN = 8
 _MOST_ROUNDS = 4  # at most so many times the windows that are asked for are written

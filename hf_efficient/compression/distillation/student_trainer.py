@@ -34,6 +34,11 @@ class StudentTrainer(DistillationTrainer):
         self.hidden_states, self.relations, self.on_policy = hidden_states, relations, on_policy
         self.projections, self._attended, self._ahead, self._text_seed = projections, {}, [], seed
 
+    @property
+    def is_static(self) -> bool:
+        """Whether the loss takes the same kernels for any tokens: `hidden_loss` and `relation_loss` choose rows."""
+        return not self.hidden_states and not self.relations
+
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """The micro-batches of one step, and how many items count in them (None: the loss is a mean)."""
         if not self.on_policy:

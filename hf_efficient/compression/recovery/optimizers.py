@@ -1,6 +1,7 @@
 """Optimizers that fit small machines, as one object for `Trainer`."""
 
 import importlib.util
+import math
 
 import torch
 
@@ -48,9 +49,9 @@ def make_optimizer(model, name: str, rate: float) -> torch.optim.Optimizer:
     if name == "adamw_8bit":
         from bitsandbytes.optim import AdamW8bit
 
-        return AdamW8bit(groups, rate, betas=_BETAS, weight_decay=0.0)
+        return AdamW8bit(_joined(groups), rate, betas=_BETAS, weight_decay=0.0)
     if name == "adamw":
-        return torch.optim.AdamW(groups, rate, betas=_BETAS, weight_decay=0.0, fused=True)
+        return torch.optim.AdamW(_joined(groups), rate, betas=_BETAS, weight_decay=0.0, fused=True)
     layers = [getattr(module, "coded", module) for module in trained_linears(model).values()]
     matrices = {id(layer.weight) for layer in layers if hasattr(layer, "weight")}
     first, rest = [], []
@@ -59,20 +60,35 @@ def make_optimizer(model, name: str, rate: float) -> torch.optim.Optimizer:
         (first if is_matrix else rest).append(group)
     made = []
     if first:
-        made.append(torch.optim.Muon(first, rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
+        made.append(torch.optim.Muon(_joined(first), rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
     if rest:
-        made.append(torch.optim.AdamW(rest, rate, betas=_BETAS, weight_decay=0.0, fused=True))
+        made.append(torch.optim.AdamW(_joined(rest), rate, betas=_BETAS, weight_decay=0.0, fused=True))
     return Together(*made)
 
 
 def parameter_groups(model, rate: float) -> list[dict]:
-    """What `model` learns, with learning rates."""
-    groups = []
+    """What `model` learns, with learning rates. Those that follow from the size of weights are powers of 2^(1/8), so
+    that layers share them."""
+    groups, coded_rate = [], rate * CODED_RATE
     norms = [module for module in model.modules() if isinstance(module, LearnedNorm)]
     for module in (*trained_linears(model).values(), *norms):
         if hasattr(module, "groups"):
-            groups += module.groups(rate * CODED_RATE)
+            own = module.groups(coded_rate)
+            groups += [{**group, "lr": coded_rate * _shared(group["lr"] / coded_rate)} for group in own]
     own = {id(parameter) for group in groups for parameter in group["params"]}
     rest = [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in own]
     matrices, others = [p for p in rest if p.dim() == 2], [p for p in rest if p.dim() != 2]
     return groups + [{"params": parameters, "lr": rate} for parameters in (matrices, others) if parameters]
+
+
+def _shared(factor: float) -> float:
+    """The nearest power of 2^(1/8)."""
+    return 2 ** (round(8 * math.log2(factor)) / 8) if factor > 0 else 0.0
+
+
+def _joined(groups: list[dict]) -> list[dict]:
+    """`groups` with those of one learning rate joined: an optimizer takes a pass, on a GPU a launch, for each group."""
+    joined = {}
+    for group in groups:
+        joined.setdefault(group["lr"], []).extend(group["params"])
+    return [{"params": parameters, "lr": rate} for rate, parameters in joined.items()]

@@ -1,11 +1,14 @@
 """transformers' `Trainer` for recovery: the loss against a teacher, and a callback that keeps masks."""
 
+import functools
+
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
 from hf_efficient.calibration.divergence import distillation_loss
+from hf_efficient.compression.recovery.graphed_step import GraphedStep, is_graphable
 
 
 _LEAST_SPARSITY = 0.01  # share of zeros from which on a layer counts as pruned
@@ -15,14 +18,38 @@ class DistillationTrainer(Trainer):
     """`Trainer` whose loss is `distillation_loss` against `teacher`, a causal LM of the same vocabulary, on batches
     with `input_ids` and, where rows are padded, `attention_mask`. All other arguments are those of `Trainer`.
 
-    pages: the `QuantizedPages` in which the student's keys and values lie, which the teacher's do not.
+    Args:
+        pages: the `QuantizedPages` in which the student's keys and values lie, which the teacher's do not.
+        replays: whether steps on a CUDA device may be captured as a graph.
     """
 
-    def __init__(self, *args, teacher, pages, divergence: str = "forward", text_share: float = 0.0, **kwargs):
+    is_static = True  # whether the loss of windows without padding takes the same kernels for any tokens
+
+    def __init__(
+        self, *args, teacher, pages, divergence: str = "forward", text_share: float = 0.0, replays=True, **kwargs
+    ):
         super().__init__(*args, **kwargs)
         self.teacher, self.divergence, self.text_share = teacher.eval(), divergence, text_share
-        self.pages = pages
+        self.pages, self.replays = pages, replays
         self.model_accepts_loss_kwargs, self.loss_is_scaled_for_ga = False, False  # the loss is a mean over the batch
+
+    @functools.cached_property
+    def graphed(self) -> GraphedStep | None:
+        """What replays steps, where a step is one batch on one device that runs the same kernels for any tokens."""
+        is_whole = self.args.gradient_accumulation_steps == self.args.world_size == 1 and self.args.n_gpu <= 1
+        is_plain = self.replays and is_whole and self.is_static and not self.pages.is_active
+        can_replay = is_plain and is_graphable(self.model, self.teacher)
+        return GraphedStep(self.model, self._loss_of_windows) if can_replay else None
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if self.graphed is not None and set(inputs) == {"input_ids"}:
+            loss = self.graphed.loss(self._prepare_inputs(inputs)["input_ids"])
+            if loss is not None:
+                return loss
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def _loss_of_windows(self, windows: torch.Tensor) -> torch.Tensor:
+        return self.compute_loss(self.model, {"input_ids": windows})
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         read = {key: inputs[key] for key in ("input_ids", "attention_mask") if key in inputs}
@@ -36,7 +63,7 @@ class DistillationTrainer(Trainer):
         if "attention_mask" in inputs:
             labels[:, :-1].masked_fill_(inputs["attention_mask"][:, 1:] == 0, -100)
         expected, said = target.logits.to(outputs.logits.device), outputs.logits
-        if not counted.all():  # else a copy of all logits, and one of their gradient
+        if len(inputs) > 1 and not counted.all():  # else a copy of all logits, and one of their gradient
             expected, said, labels = expected[counted], said[counted], labels[counted]
         loss = distillation_loss(said, expected, labels, self.divergence, self.text_share)
         loss = loss + self.further_loss(outputs, target, counted)

@@ -65,10 +65,12 @@ def train(
             divergence=options.divergence,
             text_share=options.text_share,
             pages=pages,
+            replays=not options.gradient_checkpointing,
             **more,
         )
         training.remove_callback(PrinterCallback)
-        modes = [FastAttention(), *([pages] if pages.is_active else [])]
+        modes = [FastAttention()] if trained.device.type == "cpu" else []
+        modes += [pages] if pages.is_active else []
         with _checkpointing(trained, options.gradient_checkpointing, modes), freed_memory_kept(), _inside(modes):
             training.train(resume_from_checkpoint=_last_checkpoint(options.checkpoint_dir))
     state = training.state

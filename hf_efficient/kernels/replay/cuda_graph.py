@@ -52,6 +52,7 @@ class GraphCapture:
     Args:
         forward: touches no memory of the host, and waits for no kernel.
         memory: `torch.cuda.graph_pool_handle()`, shared by captures that are replayed one after the other.
+        has_gradients: whether autograd is on inside; `forward` then calls `backward` itself.
 
     Attributes:
         output: what `forward` returned; a replay overwrites its tensors.
@@ -60,11 +61,11 @@ class GraphCapture:
     Raises RuntimeError where the forward does what a capture forbids.
     """
 
-    def __init__(self, forward: Callable, memory: tuple[int, int]):
+    def __init__(self, forward: Callable, memory: tuple[int, int], has_gradients: bool = False):
         capture_made()
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
-        with torch.no_grad(), torch.cuda.stream(stream):
+        with torch.set_grad_enabled(has_gradients), torch.cuda.stream(stream):
             forward()
         current.wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
@@ -73,7 +74,8 @@ class GraphCapture:
         self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device="cuda")
         try:
             with ExitStack() as stack:
-                for context in (torch.no_grad(), UnknownSizes(), *(use(self._counters) for use in _counters_in), graph):
+                counters = [use(self._counters) for use in _counters_in]
+                for context in (torch.set_grad_enabled(has_gradients), UnknownSizes(), *counters, graph):
                     stack.enter_context(context)
                 self.output = forward()
         except Exception:

@@ -1,0 +1,141 @@
+"""Training steps as one CUDA graph: what is replayed learns what single steps learn, bit for bit."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from fake_graphs import FakeGraph, is_capturing
+from helpers import assert_same_tensors, tiny_model
+from transformers import AutoModelForCausalLM, masking_utils
+
+import hf_efficient
+from hf_efficient import distill, recover, to_bitnet
+from hf_efficient.compression.recovery import graphed_step, trainer
+from hf_efficient.compression.recovery.coded_weights import CodedWeight
+from hf_efficient.compression.recovery.graphed_step import EAGER, is_graphable, is_static
+from hf_efficient.compression.recovery.unpacking import trainable
+
+
+TOKENS = torch.randint(3, 128, (8, 24), generator=torch.Generator().manual_seed(0))
+STEPS = 7
+HOW = dict(steps=STEPS, batch_size=4, learning_rate=2e-3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dense")
+    tiny_model("llama", torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def loaded(folder, config=None, device=None):
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, quantization_config=config, device_map=device
+    )
+
+
+CONFIGS = {
+    "int2": hf_efficient.WeightOnlyConfig(bits=2, group_size=32, method="rtn"),
+    "nf4": hf_efficient.WeightOnlyConfig(codebook="nf4", group_size=32, method="rtn"),
+    "kmeans": hf_efficient.WeightOnlyConfig(codebook="kmeans", bits=3, group_size=32, method="rtn"),
+    "trellis": hf_efficient.WeightOnlyConfig(codebook="trellis", bits=2, method="rtn"),
+    "w8a8": hf_efficient.W8A8Config(),
+    "sparse": hf_efficient.SparseConfig(pattern="2:4", method="magnitude"),
+    "sparse int4": hf_efficient.SparseConfig(pattern="2:4", method="magnitude", weights=dict(bits=4, method="rtn")),
+}
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """From now on training on the CPU is captured and replayed by the code for CUDA devices."""
+    monkeypatch.setattr(FakeGraph, "replays", 0)
+    monkeypatch.setattr(graphed_step, "GraphCapture", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(trainer, "is_graphable", lambda model, teacher: True)
+    # transformers asks CUDA whether a stream is captured
+    monkeypatch.setattr(masking_utils, "is_tracing", lambda tensor=None: is_capturing())
+
+
+@pytest.fixture
+def by_operators(monkeypatch):
+    """Weights under codes are rounded by torch's operators, which a fake graph can see."""
+    monkeypatch.setattr(CodedWeight, "quantizer", lambda self, dtype: (None, 0.0))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_replayed_steps_learn_what_single_ones_do(name, folder, by_operators, request):
+    teacher, results = loaded(folder), []
+    for replays in (0, STEPS - EAGER):
+        if replays:
+            request.getfixturevalue("graphs")
+        model = loaded(folder, CONFIGS[name])
+        losses = recover(model, teacher, TOKENS, text_share=0.25, **HOW)
+        results.append((model.state_dict(), losses["loss"]))
+        assert not replays or FakeGraph.replays == replays
+    assert results[0][1] == results[1][1]
+    assert_same_tensors(results[0][0], results[1][0])
+
+
+def test_students_and_ternary_weights_that_warm_up(folder, by_operators, request):
+    results = []
+    for is_replayed in (False, True):
+        if is_replayed:
+            request.getfixturevalue("graphs")
+        teacher = loaded(folder)
+        student, _ = distill(copy.deepcopy(teacher), teacher, TOKENS, on_policy=0.3, **HOW)
+        assert not is_replayed or FakeGraph.replays == 3  # of five steps with text that was there, two are single ones
+        FakeGraph.replays = 0
+        ternary, _ = to_bitnet(teacher, TOKENS, warm_up=0.3, **HOW)
+        assert not is_replayed or 0 < FakeGraph.replays < STEPS - EAGER
+        results.append((student.state_dict(), ternary.state_dict()))
+    for alone, replayed in zip(*results):
+        assert_same_tensors(alone, replayed)
+
+
+def test_what_cannot_be_captured_goes_on_step_by_step(folder, graphs, caplog, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graphed_step, "GraphCapture", refuse)
+    teacher = loaded(folder)
+    model, other = loaded(folder, CONFIGS["int2"]), loaded(folder, CONFIGS["int2"])
+    with caplog.at_level(logging.WARNING, logger="hf_efficient"):
+        recover(model, teacher, TOKENS, **HOW)
+    assert sum("without a CUDA graph" in record.message for record in caplog.records) == 1
+    monkeypatch.setattr(trainer, "is_graphable", lambda model, teacher: False)
+    recover(other, teacher, TOKENS, **HOW)
+    assert_same_tensors(model.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize(
+    "config, expected", [(CONFIGS["w8a8"], True), (hf_efficient.W8A8Config(method="llm_int8"), False)]
+)
+def test_what_depends_on_the_tokens_is_not_captured(config, expected, folder):
+    teacher = loaded(folder)
+    with trainable(model := loaded(folder, config), teacher):
+        assert is_static(model) is expected and not is_graphable(model, teacher)  # they are on a CPU
+
+
+def test_experts_are_not_captured():
+    model = tiny_model("mixtral", torch.bfloat16)
+    with trainable(model, copy.deepcopy(model)):
+        assert not is_static(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CONFIGS)
+def test_replayed_steps_on_a_gpu(name, folder, monkeypatch):
+    teacher, results = loaded(folder, device="cuda"), []
+    for is_replayed in (False, True):
+        made = []
+        if not is_replayed:
+            monkeypatch.setattr(trainer, "is_graphable", lambda model, teacher: False)
+        else:
+            monkeypatch.undo()
+            replay = graphed_step.GraphCapture.replay
+            monkeypatch.setattr(graphed_step.GraphCapture, "replay", lambda self: (made.append(1), replay(self))[1])
+        model = loaded(folder, CONFIGS[name], "cuda")
+        results.append(recover(model, teacher, TOKENS, **HOW))
+        assert len(made) == (STEPS - EAGER if is_replayed else 0)
+    assert results[1]["loss"] == pytest.approx(results[0]["loss"], rel=1e-3)  # sums by atomics differ from run to run
