@@ -48,8 +48,8 @@ def flash_paged_mask(*args, mask_function=None, **kwargs):
 
 @contextmanager
 def one_sequence_a_row() -> Iterator[None]:
-    """Inside, transformers takes each row of a batch without a mask for one sequence, in this thread. While a CUDA graph
-    is captured it cannot look at the positions, and would make a mask for rows that hold several: with it,
+    """Inside, transformers takes each row of a batch without a mask for one sequence, in this thread. While a CUDA
+    graph is captured it cannot look at the positions, and would make a mask for rows that hold several: with it,
     `scaled_dot_product_attention` does not run its flash kernel."""
     from transformers import masking_utils
 

@@ -52,6 +52,7 @@ def compile_kernel(
     num_stages: int = 3,
     aligned: tuple[str, ...] = (),
     registers: int | None = None,
+    fp_fusion: bool = True,
 ) -> Compiled:
     """Compiles `jit_function` (which must stand in a file) for `target`, one of `TARGETS`.
 
@@ -61,6 +62,7 @@ def compile_kernel(
     aligned: names of integer arguments (strides, sizes) that are divisible by 16, so that loads are vectorised as in a
         real launch; every pointer is taken to be, as torch allocates them.
     registers: the most a thread may have (NVIDIA).
+    fp_fusion: whether a product and a sum may become one operation, as unless a launch says enable_fp_fusion=False.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -84,7 +86,9 @@ def compile_kernel(
             attrs={(names.index(name),): [["tt.divisibility", 16]] for name in divisible},
         ),
         target=gpu,
-        options={"num_warps": num_warps, "num_stages": num_stages} | ({"maxnreg": registers} if registers else {}),
+        options={"num_warps": num_warps, "num_stages": num_stages}
+        | ({"maxnreg": registers} if registers else {})
+        | ({} if fp_fusion else {"enable_fp_fusion": False}),
     )
     read = _read_nvidia if gpu.backend == "cuda" else _read_amd
     registers, local_bytes, machine_code = read(kernel.asm)

@@ -1,4 +1,4 @@
-"""The steps of a training on a CUDA device as one CUDA graph. A small model's step is thousands of short kernels, and the
+"""The steps of a training on a CUDA device as one CUDA graph. A small model's step is thousands of short kernels: the
 host takes longer to launch them one by one than the device to run them."""
 
 from collections.abc import Callable

@@ -1,12 +1,14 @@
-"""Fake quantization on CPUs (Jacob et al., https://arxiv.org/abs/1712.05877): a weight rounded to the values of its
-codes, and the gradients of LSQ (https://arxiv.org/abs/1902.08153), each in one pass by a C++ kernel. The definition, in
-torch, is `compression.recovery.coded_weights`."""
+"""Fake quantization (Jacob et al., https://arxiv.org/abs/1712.05877): a weight rounded to the values of its codes, and
+the gradients of LSQ (https://arxiv.org/abs/1902.08153), each in one pass by a C++ kernel on a CPU, by a Triton kernel
+on CUDA and ROCm. The definition, in torch, is `compression.recovery.coded_weights`."""
 
 import ctypes
 from dataclasses import dataclass
 
 import torch
 
+from hf_efficient.kernels import triton_devices
+from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.native import build
 from hf_efficient.kernels.native.tiers import once_a_tier
 
@@ -34,6 +36,15 @@ def _function():
     return library.hf_fake_quantize
 
 
+def _by_triton(weight: torch.Tensor) -> bool:
+    return triton_devices.why_not(weight.device) is None
+
+
+def _float(*given):
+    """Tensors among them in float32, numbers as they are."""
+    return (each.float() if isinstance(each, torch.Tensor) else each for each in given)
+
+
 @dataclass(frozen=True)
 class FakeQuantizer:
     """Codes `low` to `high`, in steps of a scale around a zero point, that groups of columns share.
@@ -51,9 +62,11 @@ class FakeQuantizer:
     passes_all: bool = False
 
     def serves(self, weight: torch.Tensor, dtype: torch.dtype) -> bool:
-        """Whether the kernel rounds `weight` to values in `dtype`."""
-        is_plain = weight.device.type == "cpu" and weight.dtype is torch.float32 and weight.is_contiguous()
-        return is_plain and dtype in _TYPES and self.work in (dtype, torch.float32) and _function() is not None
+        """Whether a kernel rounds `weight` to values in `dtype`."""
+        is_plain = weight.dtype is torch.float32 and weight.dim() == 2 and weight.is_contiguous()
+        if not is_plain or dtype not in _TYPES or self.work not in (dtype, torch.float32):
+            return False
+        return _by_triton(weight) or (weight.device.type == "cpu" and _function() is not None)
 
     def rounded(self, weight: torch.Tensor, scale: torch.Tensor, zero, dtype: torch.dtype) -> torch.Tensor:
         """weight float32 [N, K] -> the values of its nearest codes [N, K] in `dtype`.
@@ -65,6 +78,9 @@ class FakeQuantizer:
         Raises:
             ValueError: shapes that do not fit each other.
         """
+        if _by_triton(weight):
+            scheme = self._scheme() | {"dtype": dtype, "work": self.work}
+            return op.triton_kernels().fake_quantize_weight(weight, *_float(scale, zero), **scheme)
         rounded = torch.empty_like(weight, dtype=dtype)
         self._run(weight, scale, zero, rounded)
         return rounded
@@ -81,10 +97,18 @@ class FakeQuantizer:
         if gradient.shape != rounded.shape or gradient.dtype != rounded.dtype:
             given = f"{gradient.dtype} {list(gradient.shape)}"
             raise ValueError(f"gradient {given}: it must be {rounded.dtype} {list(rounded.shape)}")
+        gradient = gradient.contiguous()
+        if _by_triton(weight):
+            scheme = self._scheme() | {"passes_all": self.passes_all}
+            arguments = weight, *_float(scale, zero), rounded, gradient
+            return op.triton_kernels().fake_quantize_gradients(*arguments, **scheme)
         passed = torch.empty_like(weight)
         of_scale = weight.new_empty(len(weight), self._groups(weight))
-        self._run(weight, scale, zero, rounded, gradient.contiguous(), passed, of_scale)
+        self._run(weight, scale, zero, rounded, gradient, passed, of_scale)
         return passed, of_scale
+
+    def _scheme(self) -> dict[str, int]:
+        return {"low": self.low, "high": self.high, "group_size": self.width}
 
     def _groups(self, weight: torch.Tensor) -> int:
         return -(-weight.shape[1] // self.width)

@@ -1,9 +1,10 @@
 """Linear layers in Triton (CUDA and ROCm): packed weights of 2, 3, 4 and 8 bits, codebooks, 8-bit activations, ternary
-and 2:4 sparse weights, mixtures of experts."""
+and 2:4 sparse weights, mixtures of experts, fake quantization."""
 
 from .activation_order import resolve_activation_order
 from .activation_quant import Quantized, quantize, rms_norm_quantize, silu_mul_quantize
 from .codebook import FP4, NF4, codebook_linear, dequantize_codebook
+from .fake_quantize import fake_quantize_gradients, fake_quantize_weight
 from .fp8 import fp8_linear
 from .gate_up import gate_up_silu
 from .grouped import grouped_linear, grouped_linear_reference
@@ -24,6 +25,8 @@ from .reference import (
     codebook_linear_reference,
     dequantize_codebook_reference,
     dequantize_reference,
+    fake_quantize_gradients_reference,
+    fake_quantize_weight_reference,
     gate_up_silu_reference,
     weight_only_linear_reference,
 )
@@ -42,13 +45,14 @@ from .weight_only import dequantize, weight_only_linear
 __all__ = [
     "FP4", "NF4", "Quantized", "add_rms_norm", "add_rms_norm_reference", "codebook_linear", "codebook_linear_reference",
     "counters_in", "dequantize", "dequantize_codebook", "dequantize_codebook_reference", "dequantize_reference",
-    "dequantize_sparse24", "dequantize_trellis", "dequantize_trellis_reference", "fp8_linear", "gate_up_silu",
-    "gate_up_silu_dense", "gate_up_silu_reference", "grouped_linear", "grouped_linear_reference", "joined_linear",
-    "joined_w8a8_linear", "joined_weight_only_linear", "llm_int8_linear", "pack_canonical", "pack_codebook_weight",
-    "pack_sparse24", "pack_sparse24_codes", "pack_ternary", "pack_trellis", "pack_trits", "pack_weight", "quantize",
-    "resolve_activation_order", "rms_norm_quantize", "rounded_w8a8_linear", "silu_mul_quantize", "sparse24_linear",
-    "sparse24_linear_reference", "ternary_linear", "ternary_linear_reference", "trellis_linear",
-    "trellis_linear_reference", "unpack_canonical", "unpack_codebook_weight", "unpack_sparse24", "unpack_ternary",
-    "unpack_trellis", "unpack_trits", "unpack_weight", "w8a8_linear", "weight_only_linear",
+    "dequantize_sparse24", "dequantize_trellis", "dequantize_trellis_reference", "fake_quantize_gradients",
+    "fake_quantize_gradients_reference", "fake_quantize_weight", "fake_quantize_weight_reference", "fp8_linear",
+    "gate_up_silu", "gate_up_silu_dense", "gate_up_silu_reference", "grouped_linear", "grouped_linear_reference",
+    "joined_linear", "joined_w8a8_linear", "joined_weight_only_linear", "llm_int8_linear", "pack_canonical",
+    "pack_codebook_weight", "pack_sparse24", "pack_sparse24_codes", "pack_ternary", "pack_trellis", "pack_trits",
+    "pack_weight", "quantize", "resolve_activation_order", "rms_norm_quantize", "rounded_w8a8_linear",
+    "silu_mul_quantize", "sparse24_linear", "sparse24_linear_reference", "ternary_linear", "ternary_linear_reference",
+    "trellis_linear", "trellis_linear_reference", "unpack_canonical", "unpack_codebook_weight", "unpack_sparse24",
+    "unpack_ternary", "unpack_trellis", "unpack_trits", "unpack_weight", "w8a8_linear", "weight_only_linear",
     "weight_only_linear_reference",
 ]  # fmt: skip

@@ -47,6 +47,36 @@ def add_rms_norm_reference(x, weight, eps, residual=None):
     return total, (norm.float() * weight.float()).to(x.dtype)
 
 
+def _groups_by_column(weight, scale, zero, group_size):
+    """(scale, 1 / scale or 0 where that is not finite, zero point), float32 [N, K]."""
+    rows, columns = weight.shape
+    shape = rows, -(-columns // group_size)
+    zero = zero if isinstance(zero, torch.Tensor) else weight.new_tensor([[zero]])
+    scale, zero = (_by_column(given.expand(shape), group_size, columns) for given in (scale, zero))
+    inverse = 1 / scale
+    return scale, torch.where(inverse.isfinite(), inverse, 0), zero
+
+
+def fake_quantize_weight_reference(
+    weight, scale, zero, *, low: int, high: int, group_size: int, dtype: torch.dtype, work: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """As `fake_quantize_weight`, [N, K] in `dtype`."""
+    scale, inverse, zero = _groups_by_column(weight, scale, zero, group_size)
+    codes = (weight * inverse + zero).round().clamp(low, high)
+    return ((codes.to(work) - zero.to(work)) * scale.to(work)).to(dtype)
+
+
+def fake_quantize_gradients_reference(
+    weight, scale, zero, rounded, gradient, *, low: int, high: int, group_size: int, passes_all: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `fake_quantize_gradients`: float32 [N, K] and [N, ceil(K / group_size)]."""
+    _, inverse, zero = _groups_by_column(weight, scale, zero, group_size)
+    position, gradient = weight * inverse + zero, gradient.float()
+    inside = torch.where((position <= low - 0.5) | (position >= high + 0.5), 0, gradient)
+    terms = F.pad(rounded.float() * gradient - inside * weight, (0, -weight.shape[1] % group_size))
+    return gradient if passes_all else inside, terms.unflatten(1, (-1, group_size)).sum(2)
+
+
 def dequantize_codebook_reference(
     packed: torch.Tensor,
     codebook: torch.Tensor,
