@@ -14,7 +14,7 @@ from pathlib import Path
 from cpu_figures import cpu_memory, decode, engines, formats, fresh, generated, tier_rows, tiers
 from environment_figures import environments, import_time, upstream
 from gpu_figures import gpu_attention, gpu_generate, gpu_linear, gpu_machine
-from learning_figures import learning, losses
+from learning_figures import learning, losses, training_steps
 from quality_figures import METHODS, all_methods, choose, larger, peer_methods
 from result_files import RESULTS, load, machine, markdown, prose
 from speculation_figures import assisted, goals, speculation
@@ -149,6 +149,7 @@ FIGURES = {
     "prefix_tiers": prefix_tiers,
     "two_processes": two_processes,
     "learning": learning,
+    "training_steps": training_steps,
     "losses": losses,
     "demo": demo,
     "serving": serving,
@@ -188,7 +189,7 @@ def benchmarks_page() -> str:
         "## Pruning", "Perplexity after pruning single weights:", (RESULTS / "pruning.md").read_text().strip(),
         "And after structured pruning:", (RESULTS / "pruning_structured.md").read_text().strip(),
         "## Recovery and distillation", "Trained against the dense model:", learning(), losses(),
-        machine("learning"),
+        machine("learning"), training_steps(), machine("training_steps"),
         "## GPU kernels, measured",
         "`benchmarks/gpu.sh`: medians of graph replays. Data rotates over more than 200 MB. A column of times says how "
         "many times as fast as the peer we are. docs/gpus.md has whole models.",

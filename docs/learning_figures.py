@@ -5,6 +5,7 @@ from result_files import load, markdown
 
 GPU_RATE = 0.4 * 989e12  # FLOP/s: what trainings commonly reach of an H100's bfloat16
 
+RATE = "tokens_per_second"
 LEARNING_GOALS = {  # perplexity on Wikipedia
     "int2 g64": 36,
     "int3 g64": 22,
@@ -44,6 +45,21 @@ def learning() -> str:
         "model | share of text | tokens | CPU minutes | H100 seconds | before | after | goal | news before | news after"
     )
     return markdown(header, "lrrrrrrrrr", rows)
+
+
+def training_steps() -> str:
+    """The table of benchmarks/training_steps.py."""
+    shown = {
+        "eager": "one kernel after the other, torch's rounding",
+        "kernel": "our kernel rounds",
+        "graph": "CUDA graph",
+        "both": "CUDA graph, our kernel rounds",
+    }
+    rows = [
+        [shown[record["way"]], str(record["windows"]), f"{1e3 * record['seconds']:.0f}", str(round(record[RATE]))]
+        for record in load("training_steps")["records"]
+    ]
+    return markdown("steps of int2 | windows of 512 tokens | ms | tokens/s", "lrrr", rows)
 
 
 def losses() -> str:

@@ -15,6 +15,7 @@ _ROWS = 32  # windows that are written at once
 _MOST_ROWS = 4096  # on GPUs that say when their memory holds no more: then fewer
 _SHARE_NEW = 0.5  # of the 8-token runs of a window that must stand nowhere else in the text
 _RUN = 8
+_MORE = 32  # one window in so many more than are missing
 _MOST_ROUNDS = 4  # at most so many times the windows that are asked for are written
 
 
@@ -77,7 +78,8 @@ def _written(model, number: int, length: int, generator: torch.Generator) -> tor
     windows, seen, written, at_once = [], set(), 0, _MOST_ROWS if model.device.type == "cuda" else _ROWS
     with logging.tqdm(total=number, unit="window", desc="writing text to calibrate on") as bar:
         while len(windows) < number and written < _MOST_ROUNDS * number:
-            count = min(at_once, number - len(windows))
+            missing = number - len(windows)  # a few more at the end: a round for the last one takes as long as for all
+            count = at_once if missing > at_once else missing + missing // _MORE
             try:
                 with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
                     torch.manual_seed(int(torch.randint(1 << 62, (), generator=generator)))
@@ -102,7 +104,7 @@ def _written(model, number: int, length: int, generator: torch.Generator) -> tor
         )
     if len(windows) < number:
         logger.warning(f"only {len(windows)} of {number} windows of text that {type(model).__name__} wrote are new")
-    return torch.stack(windows)
+    return torch.stack(windows[:number])
 
 
 def _first_tokens(model, count: int, generator: torch.Generator) -> torch.Tensor:
