@@ -50,7 +50,7 @@ class GraphedStep:
 
     def _captured(self, windows: torch.Tensor) -> bool:
         """Captures the step, and computes it for `windows`."""
-        self.windows = windows.clone()
+        self.windows, self.runs = windows.clone(), 0
         torch.cuda.empty_cache()  # a graph has memory of its own
         try:
             with one_sequence_a_row():
@@ -58,16 +58,23 @@ class GraphedStep:
         except RuntimeError as error:
             logger.warning(f"training goes on without a CUDA graph, step by step: {error}")
             self.left = 1 << 62
+            self._drop_gradients()
             return False
         self.gradients = [parameter.grad for parameter in self.parameters]
         return True
 
     def _step(self) -> torch.Tensor:
-        for parameter in self.parameters:
-            parameter.grad = None
+        self._drop_gradients()
         loss = self.loss_of(self.windows)
         loss.backward()
+        self.runs += 1
+        if self.runs == 1:  # the run before the capture, which cannot reuse their memory
+            self._drop_gradients()
         return loss.detach()
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
 
 
 def is_graphable(model: nn.Module, teacher: nn.Module) -> bool:
