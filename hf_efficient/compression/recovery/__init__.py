@@ -3,7 +3,8 @@
 `options` checks the arguments, `texts` reads the text. `unpacking` makes the layers learn and packs them again:
 `coded_linear` those under codes (`coded_weights`, `grids`), `coded_experts` those of mixtures, `masked_linear` those
 under a mask and plain ones. `lora` puts adapters under the masks. `calibration.divergence` is the loss, `trainer`,
-`optimizers`, `progress` and `memory` the rest of a `training`."""
+`optimizers`, `progress` and `memory` the rest of a `training`, of which `graphed_step` replays the steps on a CUDA
+device."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -89,7 +90,8 @@ def recover(
         gradient_checkpointing: compute the activations of a layer again in the backward pass instead of keeping them.
         warm_up: share of the training in which the rounding of codes comes into effect, linearly. Above 0 it starts at
             the teacher's weights themselves.
-        callbacks: `TrainerCallback`s. The held-out perplexity is logged ten times as "held_out_perplexity".
+        callbacks: `TrainerCallback`s. The held-out perplexity is logged ten times as "held_out_perplexity". On a CUDA
+            device steps are replayed from the third on: how the model computes cannot be changed after that.
         kv_format: of the `PagedCache` that the model will have: "int8", "fp8", "int4" or "int2". In training, attention
             then sees keys and values as the pages give them back; attn_implementation must be "sdpa".
         plot: path of a .png file for the loss and the held-out perplexity over the steps (package `matplotlib`).
