@@ -17,6 +17,7 @@ two cores are 120. They are those of the call, with the teacher's forwards, the 
 packing. With --checkpoints an interrupted row goes on, and its minutes count from its beginning (with --steps: from
 the interruption). The model that a row made stays in its folder there. With --device the models train and
 are measured there; such rows are named for it. Their minutes, too, are those that this process computes or waits for.
+Several processes can measure a row each, on a GPU under CUDA's MPS; --starts keeps the text that the first one wrote.
 "FLOPs" counts six times the linear parameters a token for the student and two for the teacher. Rows named "loss: ..."
 compare losses at equal minutes.
 """
@@ -216,7 +217,7 @@ def main() -> None:
     budget |= {"batch_size": options.batch_size, "learning_rate": options.learning_rate, "seed": options.seed}
     budget["text_share"] = options.text_share
     recovery_training.SAVE_EVERY, progress.TIMES_MEASURED, progress.clock = options.save_every, 2, time.process_time
-    dense, done = scores_of(teacher, "dense", scored, options.starts), harness.read(options.output, {})
+    dense = scores_of(teacher, "dense", scored, options.starts)
     with tempfile.TemporaryDirectory() as scratch:
         for name in harness.matching(ROWS, options.rows):
             load, starts = os.getloadavg()[1], options.starts or Path(scratch)
@@ -228,8 +229,8 @@ def main() -> None:
             row |= {"own_windows": options.own_windows, "start_windows": options.start_windows}
             row |= {"training_windows": list(training.shape)}
             row |= {"load_average_before": load, "load_average_after": os.getloadavg()[1]}
-            done[shown_name] = {**row, "environment": environment.describe()}
-            harness.write(options.output, done)
+            row["environment"] = environment.describe()
+            harness.write(options.output, harness.read(options.output, {}) | {shown_name: row})
             shown = ", ".join(f"{text} {row[text]['perplexity']:.2f}" for text in scored)
             print(f"{shown_name}: {shown} in {row['wall_seconds']:.0f} s, {row['tokens']} tokens", flush=True)
     return None
