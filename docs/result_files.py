@@ -34,6 +34,7 @@ def machine(name: str, labels: dict[str, str] | None = None) -> str:
         environment = own["environment"]
         hardware, versions = environment["hardware"], environment["versions"]
         machine = f"{hardware['cores']} cores of {hardware['cpu']}"
+        machine += f" and one {hardware['gpu']}" if hardware.get("gpu") else ""
         where = f"{machine}, torch {versions['torch']}, transformers {versions['transformers']}"
         runs.setdefault(where, {})[labels.get(row, row)] = environment["date"][:10]
     first, *others = sorted(runs.items(), key=lambda run: -len(run[1]))

@@ -44,7 +44,7 @@ def test_windows_that_repeat_others_are_left_out(endless_llama, monkeypatch):
 
 
 def _take(fresh, stale, count):
-    """Of three windows, the last is stale."""
+    """Of all windows, the third is stale."""
     return [stale if index == 2 else next(fresh) for index in range(count)]
 
 
@@ -65,6 +65,21 @@ def test_fewer_windows_are_written_at_once_where_memory_holds_no_more(most, endl
     else:
         assert own_text.own_tokens(endless_llama, asked("sampled")).shape == (3, 16)
     assert counts == ([3, 1, 1, 1] if most else [3, 1])
+
+
+def test_a_few_more_windows_are_written_than_are_missing(endless_llama, monkeypatch):
+    """One is stale: without the others its place would take a round of its own."""
+    counts, fresh = [], iter(torch.arange(80 * 16).view(80, 16))
+    stale = torch.zeros(16, dtype=torch.int64)
+
+    def written(model, first, length):
+        counts.append(len(first))
+        return torch.stack(_take(fresh, stale, len(first)))
+
+    monkeypatch.setattr(own_text, "_sample", written)
+    monkeypatch.setattr(own_text, "_ROWS", 64)
+    assert own_text.own_tokens(endless_llama, asked("sampled", num_samples=64)).shape == (64, 16)
+    assert counts == [66]
 
 
 def test_a_model_that_only_repeats_itself_is_refused(endless_llama, monkeypatch):

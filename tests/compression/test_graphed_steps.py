@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import threading
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ import hf_efficient
 from hf_efficient import distill, recover, to_bitnet
 from hf_efficient.compression.recovery import graphed_step, trainer
 from hf_efficient.compression.recovery.coded_weights import CodedWeight
-from hf_efficient.compression.recovery.graphed_step import EAGER, is_graphable, is_static
+from hf_efficient.compression.recovery.graphed_step import EAGER, GraphedStep, is_graphable, is_static
 from hf_efficient.compression.recovery.unpacking import trainable
+from hf_efficient.integrations.transformers_masks import one_sequence_a_row
 
 
 TOKENS = torch.randint(3, 128, (8, 24), generator=torch.Generator().manual_seed(0))
@@ -95,7 +97,9 @@ def test_students_and_ternary_weights_that_warm_up(folder, by_operators, request
 
 def test_what_cannot_be_captured_goes_on_step_by_step(folder, graphs, caplog, monkeypatch):
     def refuse(forward, *args, **kwargs):
-        forward(), forward()  # which leaves gradients
+        forward(), forward()
+        for parameter in forward.__self__.parameters:  # what a capture that fails may leave
+            parameter.grad.normal_()
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(graphed_step, "GraphCapture", refuse)
@@ -122,6 +126,24 @@ def test_experts_are_not_captured():
     model = tiny_model("mixtral", torch.bfloat16)
     with trainable(model, copy.deepcopy(model)):
         assert not is_static(model)
+
+
+def test_a_batch_of_another_shape_is_not_replayed(graphs):
+    model = tiny_model("llama", torch.float32)
+    step = GraphedStep(model, lambda windows: model(windows, use_cache=False).logits.square().mean())
+    found = [step.loss(windows) for windows in (*[TOKENS[:2]] * (EAGER + 1), TOKENS[:1], TOKENS[2:4])]
+    assert [loss is None for loss in found] == [*[True] * EAGER, False, True, False]
+    assert found[-1] == model(TOKENS[2:4]).logits.square().mean()
+
+
+def test_a_row_is_one_sequence_in_this_thread_alone():
+    packed, found = torch.tensor([[0, 1, 2, 0, 1]]), []
+    with one_sequence_a_row():
+        assert masking_utils.find_packed_sequence_indices(packed) is None
+        other = threading.Thread(target=lambda: found.append(masking_utils.find_packed_sequence_indices(packed)))
+        other.start()
+        other.join()
+    assert found[0].tolist() == masking_utils.find_packed_sequence_indices(packed).tolist() == [[0, 0, 0, 1, 1]]
 
 
 @pytest.mark.gpu

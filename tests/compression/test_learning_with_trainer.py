@@ -1,6 +1,7 @@
 """Training under codes with everything that Trainer brings: several processes, checkpoints, the Hub, optimizers."""
 
 import copy
+import math
 import os
 import subprocess
 import sys
@@ -17,8 +18,9 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 import hf_efficient
 from hf_efficient import distill, recover
 from hf_efficient.compression.recovery import training
+from hf_efficient.compression.recovery.coded_weights import SCALE_RATE
 from hf_efficient.compression.recovery.learned_norm import LearnedNorm
-from hf_efficient.compression.recovery.optimizers import Together, make_optimizer
+from hf_efficient.compression.recovery.optimizers import CODED_RATE, Together, make_optimizer
 from hf_efficient.compression.recovery.serving import trained_linears
 from hf_efficient.compression.recovery.unpacking import discard, unpack
 
@@ -209,6 +211,23 @@ def test_muon_takes_the_matrices_and_one_schedule_serves_both(folder):
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
         rates = [group["lr"] / group["initial_lr"] for each in optimizer.optimizers for group in each.param_groups]
         assert set(rates) == {0.5} and schedule.last_epoch == 0
+    finally:
+        discard(model)
+
+
+def test_layers_share_learning_rates_that_are_nearly_their_own(folder):
+    model, teacher = pair(folder)
+    unpack(model, teacher)
+    try:
+        optimizer, rate = make_optimizer(model, "adamw", 1e-3), 1e-3 * CODED_RATE
+        given = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        norms = [module for module in model.modules() if isinstance(module, LearnedNorm)]
+        layers = [*trained_linears(model).values(), *norms]
+        own = {id(p): group["lr"] for layer in layers for group in layer.groups(rate) for p in group["params"]}
+        assert own.keys() == given.keys() and len(optimizer.param_groups) < len(layers)
+        assert all(abs(math.log2(given[key] / own[key])) <= 1 / 16 + 1e-9 for key in own)
+        scales = [module.coded.log_scale for module in trained_linears(model).values()]
+        assert {given[id(scale)] for scale in scales} == {rate * SCALE_RATE}  # that one is exact
     finally:
         discard(model)
 

@@ -18,6 +18,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from hf_efficient import KeepMasks, SparseConfig, recover
+from hf_efficient.calibration import divergence as losses
 from hf_efficient.calibration.blocks import weight_of
 from hf_efficient.calibration.divergence import distillation_loss
 from hf_efficient.cli import main
@@ -65,7 +66,7 @@ class Watch(TrainerCallback):
 
 
 @pytest.mark.parametrize("divergence", ["forward", "reverse", "both"])
-def test_the_loss_and_its_gradient_are_the_formulas(divergence):
+def test_the_loss_and_its_gradient_are_the_formulas(divergence, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     student, teacher = (2 * torch.randn(3, 11, 50, generator=generator, dtype=torch.float64) for _ in range(2))
     labels = torch.randint(0, 50, (3, 11), generator=generator)
@@ -80,6 +81,9 @@ def test_the_loss_and_its_gradient_are_the_formulas(divergence):
         loss = distillation_loss(student, teacher, labels, divergence, share)
         (own,) = torch.autograd.grad(3 * loss, student)
         assert torch.allclose(loss, expected_loss, rtol=1e-12) and torch.allclose(own, 3 * gradient, atol=1e-15)
+        monkeypatch.setattr(losses, "_ROWS", 5)  # of 33 tokens
+        assert torch.allclose(distillation_loss(student, teacher, labels, divergence, share), loss, rtol=1e-12)
+        monkeypatch.undo()
     low = distillation_loss(student.bfloat16(), teacher.bfloat16(), labels, divergence, 0.25)
     assert low.dtype == torch.float32 and abs(low - expected_loss) < 0.02  # of logits rounded to 3 digits
 

@@ -71,6 +71,22 @@ def check_graph(call):
     return first
 
 
+def learned(coded, dtype: torch.dtype, gradient: torch.Tensor) -> list[torch.Tensor]:
+    """What a `CodedWeight` [N, K] rounds to in `dtype`, and for the gradient of that, [N, K], both of its own."""
+    coded.zero_grad()
+    rounded = coded(dtype)
+    rounded.backward(gradient)
+    return [rounded.detach(), coded.weight.grad, coded.log_scale.grad]
+
+
+def check_learned(found: list[torch.Tensor], expected: list[torch.Tensor], gradient: torch.Tensor) -> None:
+    """What `learned` says of a kernel, and of torch's operators."""
+    assert torch.equal(found[0], expected[0]), "what is trained is what is stored"
+    assert torch.equal(found[1], expected[1])
+    # a sum of at most 37 * 100 products in another order
+    torch.testing.assert_close(found[2], expected[2], rtol=1e-4, atol=1e-3 * gradient.abs().mean().item())
+
+
 def check_errors(*cases):
     """(error, message, function that raises it)."""
     for error, message, call in cases:

@@ -4,7 +4,7 @@ elsewhere."""
 import numpy as np
 import pytest
 import torch
-from linear_checks import check_errors, check_graph
+from linear_checks import check_errors, check_graph, check_learned, learned
 
 from hf_efficient.kernels import efficient_linear, triton_devices
 from hf_efficient.kernels.efficient_linear import weight_only
@@ -132,14 +132,6 @@ def test_no_rows(kernel_device):
     assert rounded.shape == passed.shape == (0, 130) and of_scale.shape == (0, 4)
 
 
-def learned(coded, dtype, gradient) -> list[torch.Tensor]:
-    """What the weight rounds to, and both gradients."""
-    coded.zero_grad()
-    rounded = coded(dtype)
-    rounded.backward(gradient)
-    return [rounded.detach(), coded.weight.grad, coded.log_scale.grad]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_numbers_of_torchs_operators(name, dtype, kernel_device, nan_poison, monkeypatch):
@@ -167,11 +159,7 @@ def test_the_numbers_of_torchs_operators(name, dtype, kernel_device, nan_poison,
     monkeypatch.setattr(triton_devices, "why_not", lambda device: "asked for torch's operators")
     monkeypatch.setenv(tiers.VARIABLE, "torch")
     assert coded.quantizer(dtype)[0] is None
-    expected = learned(coded, dtype, gradient)
-    assert torch.equal(found[0], expected[0]), "what is trained is what is stored"
-    assert torch.equal(found[1], expected[1])
-    # a sum of at most 37 * 100 products in another order
-    torch.testing.assert_close(found[2], expected[2], rtol=1e-4, atol=1e-3 * gradient.abs().mean().item())
+    check_learned(found, learned(coded, dtype, gradient), gradient)
 
 
 def test_the_launcher_takes_what_the_kernels_serve(kernel_device, monkeypatch):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from linear_checks import check_learned, learned
 
 from hf_efficient import BitNetConfig, W8A8Config, WeightOnlyConfig, methods
 from hf_efficient.compression.recovery.coded_weights import CodedWeight
@@ -36,14 +37,6 @@ def trained(config, columns: int, dtype: torch.dtype) -> CodedWeight:
     return made
 
 
-def learned(made: CodedWeight, dtype: torch.dtype, gradient: torch.Tensor) -> list[torch.Tensor]:
-    """What the weight rounds to, and both gradients."""
-    made.zero_grad()
-    rounded = made(dtype)
-    rounded.backward(gradient)
-    return [rounded.detach(), made.weight.grad, made.log_scale.grad]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.usefixtures("two_threads")
@@ -55,11 +48,7 @@ def test_the_numbers_of_torchs_operators(name, dtype, tier, nan_poison, monkeypa
     assert made.quantizer(dtype)[0] is not None
     monkeypatch.setenv(tiers.VARIABLE, "torch")
     assert made.quantizer(dtype)[0] is None
-    expected = learned(made, dtype, gradient)
-    assert torch.equal(found[0], expected[0]), "what is trained is what is stored"
-    assert torch.equal(found[1], expected[1])
-    # a sum of at most 37 * 96 products in another order
-    torch.testing.assert_close(found[2], expected[2], rtol=1e-4, atol=1e-3 * gradient.abs().mean().item())
+    check_learned(found, learned(made, dtype, gradient), gradient)
 
 
 def test_arguments_that_do_not_fit_are_refused(tier):

@@ -15,7 +15,7 @@ from hf_efficient.kernels.replay.cuda_graph import GraphCapture
 
 
 logger = logging.get_logger(__name__)
-EAGER = 2  # first steps, which run as they are
+EAGER = 2  # first steps, once rounding is whole, which run as they are
 
 
 class GraphedStep:
@@ -35,9 +35,8 @@ class GraphedStep:
         """The loss, with the gradients in the parameters' `grad`. None where the step has to run as it is: while
         training begins, while rounding warms up, and for a batch of another shape."""
         if self.capture is None:
-            is_warm = all(layer.coded.share == 1 for layer in self.layers)
-            self.left -= is_warm
-            if not is_warm or self.left >= 0 or not self._captured(windows):
+            self.left -= all(layer.coded.share == 1 for layer in self.layers)
+            if self.left >= 0 or not self._captured(windows):
                 return None
         elif windows.shape != self.windows.shape:
             return None
