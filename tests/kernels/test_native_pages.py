@@ -125,6 +125,24 @@ def test_a_long_prompt(calls, nan_poison):
     assert calls
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seen", [1, 17, 40, 80, 131])
+def test_a_prompt_has_the_bits_of_its_beginning(seen, dtype, calls, nan_poison):
+    """Queries are multiplied with the keys of a tile up to the last one that some of them see. What comes later changes
+    nothing."""
+    cache = TypedCache([132], 16, None, dtype)
+    q = torch.randn(1, 132, 6, 32).to(dtype)
+    whole = cache.attend(api.flash_attn_with_kvcache, q, causal=True)
+    for pages in cache.pages:
+        for token in range(seen, 132):
+            pages[cache.table[0, token // 16], token % 16] = 1e4
+    changed = cache.attend(api.flash_attn_with_kvcache, q, causal=True)
+    assert torch.equal(whole[0][:, :seen], changed[0][:, :seen])
+    assert torch.equal(whole[1][..., :seen], changed[1][..., :seen])
+    assert not torch.equal(whole[0][:, seen:], changed[0][:, seen:])
+    assert len(calls) == 2
+
+
 @pytest.mark.parametrize("window", [(-1, -1), (5, -1)])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_trees(kind, window, calls, nan_poison):

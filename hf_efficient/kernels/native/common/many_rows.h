@@ -39,7 +39,7 @@ template <class W> static void many(const W &w, const TileTerm *x, int64_t ld, i
                 if (!fits || held != n) dequantize_tile(w, block, blocks, step, last, tile);
                 held = n;
                 const TileTerm *at = x + first * ld + step * (w.COLUMNS / NUMBERS);
-                tile_rows(blocks, count, at, ld, tile, terms, step == 0, rows >= LEAST_AMX_ROWS, sums);
+                tile_rows(blocks, blocks, count, at, ld, tile, terms, step == 0, rows >= LEAST_AMX_ROWS, sums);
             }
             for (int64_t row = 0; row < count; row++)
                 for (int b = 0; b < blocks; b++) out.store(first + row, (block + b) * LANES, sums[row][b]);

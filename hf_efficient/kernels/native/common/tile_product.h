@@ -45,32 +45,37 @@ static INLINE void tile_products(const T *x, int64_t ld, const Floats *tile, int
         tile_products<M, BLOCKS, LEFT - N>(x, ld, tile + N, steps, begin, (Floats(*)[TILE_BLOCKS])(sums[0] + N));
 }
 
-// tile: [steps][BLOCKS], x: [rows][ld]
-template <int BLOCKS, class T, int M = TILE_ROWS>
+// tile: [steps][BLOCKS], of which the first N are multiplied, x: [rows][ld]
+template <int BLOCKS, int N, class T, int M = TILE_ROWS>
 static void tile_rows(int64_t rows, const T *x, int64_t ld, const Floats *tile, int64_t steps, bool begin,
                       Floats (*sums)[TILE_BLOCKS]) {
     for (; rows >= M; rows -= M, x += M * ld, sums += M)
-        tile_products<M, BLOCKS, BLOCKS>(x, ld, tile, steps, begin, sums);
+        tile_products<M, BLOCKS, N>(x, ld, tile, steps, begin, sums);
     if constexpr (M > 1)
-        if (rows) tile_rows<BLOCKS, T, M - 1>(rows, x, ld, tile, steps, begin, sums);
+        if (rows) tile_rows<BLOCKS, N, T, M - 1>(rows, x, ld, tile, steps, begin, sums);
 }
 
-// The same for any number of blocks up to TILE_BLOCKS. amx: whether by AMX where there is one, which callers tell by
-// the rows of a whole product, so that bits do not depend on how threads share them.
+// The same for the first `some` of any number of blocks up to TILE_BLOCKS. amx: whether by AMX where there is one, which
+// callers tell by the rows of a whole product, so that bits do not depend on how threads share them.
 template <class T>
-static void tile_rows(int64_t blocks, int64_t rows, const T *x, int64_t ld, const Floats *tile, int64_t steps,
-                      bool begin, bool amx, Floats (*sums)[TILE_BLOCKS]) {
+static void tile_rows(int64_t blocks, int64_t some, int64_t rows, const T *x, int64_t ld, const Floats *tile,
+                      int64_t steps, bool begin, bool amx, Floats (*sums)[TILE_BLOCKS]) {
 #if AMX
     if constexpr (std::is_same<T, uint32_t>::value)
         if (amx && AMX_IS_GRANTED) {
             const int64_t chunks = steps / AMX_TERMS, done = chunks * AMX_TERMS;
-            amx_rows<false>(blocks, rows, x, 4 * ld, tile, 64 * blocks, chunks, begin, sums, sizeof(*sums));
+            amx_rows<false>(some, rows, x, 4 * ld, tile, 64 * blocks, chunks, begin, sums, sizeof(*sums));
             if (done == steps) return;
             x += done, tile += done * blocks, steps -= done, begin = false;
         }
 #endif
-    if (blocks == 4) tile_rows<4>(rows, x, ld, tile, steps, begin, sums);
-    if (blocks == 3) tile_rows<3>(rows, x, ld, tile, steps, begin, sums);
-    if (blocks == 2) tile_rows<2>(rows, x, ld, tile, steps, begin, sums);
-    if (blocks == 1) tile_rows<1>(rows, x, ld, tile, steps, begin, sums);
+    if (blocks == 4) {
+        if (some == 4) tile_rows<4, 4>(rows, x, ld, tile, steps, begin, sums);
+        if (some == 3) tile_rows<4, 3>(rows, x, ld, tile, steps, begin, sums);
+        if (some == 2) tile_rows<4, 2>(rows, x, ld, tile, steps, begin, sums);
+        if (some == 1) tile_rows<4, 1>(rows, x, ld, tile, steps, begin, sums);
+    }
+    if (blocks == 3) tile_rows<3, 3>(rows, x, ld, tile, steps, begin, sums);
+    if (blocks == 2) tile_rows<2, 2>(rows, x, ld, tile, steps, begin, sums);
+    if (blocks == 1) tile_rows<1, 1>(rows, x, ld, tile, steps, begin, sums);
 }

@@ -8,11 +8,19 @@
 constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.693147180559945309417f;
 constexpr float LOWEST = -3.4e38f;  // the highest score where none was seen: finite, so that differences are no NaN
 
-// 2 ** x within 2 units in the last place, 0 for -inf.
-static INLINE Floats exp2(Floats x) {
+// 2 ** x, 0 for -inf, by a minimax polynomial on [-1/2, 1/2]. COARSE: within 2.6e-6 of its value, for weights that are
+// rounded to bfloat16; else within 2 units in the last place.
+template <bool COARSE = false> static INLINE Floats exp2(Floats x) {
     const Floats bounded = maximum(splat(-200.0f), x);  // in this order a NaN stays
     const Floats whole = nearest_whole(bounded), f = bounded - whole;
-    Floats power = f * 1.5353362e-4f + 1.3398874e-3f;  // a minimax polynomial on [-1/2, 1/2]
+    if (COARSE) {
+        Floats power = f * 9.570068894e-3f + 5.591780852e-2f;
+        power = power * f + 2.402474506e-1f;
+        power = power * f + 6.931218213e-1f;
+        power = power * f + 9.999992616e-1f;
+        return scaled(power, whole);
+    }
+    Floats power = f * 1.5353362e-4f + 1.3398874e-3f;
     power = power * f + 9.6184373e-3f;
     power = power * f + 5.5503324e-2f;
     power = power * f + 2.4022648e-1f;
@@ -31,23 +39,33 @@ static INLINE Floats soft_capped(Floats x, float cap) {
 struct Softmax {
     float top = LOWEST, total = 0;
 
-    // Makes weights of the scores of `blocks` times 16 keys, and adds them to `totals`, lane by lane; returns what
-    // earlier sums must be multiplied with, as these are.
-    INLINE float add(Floats *scores, int64_t blocks, Floats &totals) {
-        Floats high = scores[0];
-#pragma GCC unroll 4
-        for (int64_t b = 1; b < blocks; b++) high = maximum(high, scores[b]);
-        const float before = top;
-        top = std::max(top, highest(high));
-        Floats all = {};
-#pragma GCC unroll 4
-        for (int64_t b = 0; b < blocks; b++) {
-            scores[b] = exp2(scores[b] - top);
-            all += scores[b];
-        }
-        // the first scores correct nothing; exp2f is slow where it underflows
-        const float correction = top == before ? 1.0f : before == LOWEST ? 0.0f : exp2f(before - top);
-        totals = multiply_add(totals, splat(correction), all);
-        return correction;
-    }
 };
+
+// The highest lane of each of `count` vectors, at most 16.
+static INLINE Floats highest_of_each(const Floats *vectors, int64_t count) {
+    alignas(64) float high[LANES];
+    if (count < LANES) {
+        for (int64_t i = 0; i < count; i++) high[i] = highest(vectors[i]);
+        return load_some(high, count);
+    }
+    Words square[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) square[i] = (Words)vectors[i];
+    transpose(square);
+    Floats result = (Floats)square[0];
+#pragma GCC unroll 16
+    for (int i = 1; i < LANES; i++) result = maximum(result, (Floats)square[i]);
+    return result;
+}
+
+// Takes the highest new scores of `count` rows, at most 16, into account. tops: the highest of each row so far.
+// corrections: what is multiplied with earlier sums of weights, as those were 2 ** (score - an earlier top).
+static INLINE void raise(Softmax *rows, Floats high, int64_t count, float *tops, float *corrections) {
+    alignas(64) float before[LANES];
+    for (int64_t i = 0; i < count; i++) before[i] = rows[i].top;
+    const Floats old = load_some(before, count), top = maximum(old, high);
+    // the first scores correct nothing
+    const Floats factor = select(old == top, splat(1.0f), exp2(old - top));
+    store_some(tops, count, top), store_some(corrections, count, factor);
+    for (int64_t i = 0; i < count; i++) rows[i].top = tops[i];
+}

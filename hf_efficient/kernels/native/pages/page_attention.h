@@ -1,9 +1,8 @@
 // Attention of the queries that share a key head over some tokens of their sequence.
 
 #pragma once
-#include "online_softmax.h"
 #include "page_tiles.h"
-#include "visibility.h"
+#include "score_weights.h"
 
 struct Span {  // tokens [begin, end) of a sequence of `call`, all in pages or all in its ring
     const AttentionCall *call;
@@ -74,91 +73,11 @@ template <class A> struct Queries {
     }
 };
 
-// Turns products into scores in powers of two, by the softmax's scale, softcap, ALiBi and T5's bias.
-struct Biases {
-    const AttentionCall &call;
-    const float *slopes, *table;  // of the group's heads, or null
-
-    Biases(const AttentionCall &call, int64_t sequence, int64_t head)
-        : call(call),
-          slopes(call.alibi_slopes ? call.alibi_slopes + sequence * call.slopes_stride + head * call.group()
-                                   : nullptr),
-          table(call.distance_bias ? call.distance_bias + head * call.group() * call.distances : nullptr) {}
-
-    // score: of row m of the queries, for 16 keys from `token` on
-    INLINE Floats apply(Floats score, const Visibility &sight, int64_t m, int64_t token) const {
-        if (call.softcap) score = soft_capped(score * float(call.softmax_scale), call.softcap) * LOG2_E;
-        else score *= float(call.softmax_scale * LOG2_E);
-        if (!slopes && !table) return score;
-        const int64_t at = sight.position(m % call.width);
-        float distances[LANES];
-        for (int i = 0; i < LANES; i++) {
-            const int64_t distance = std::abs(at - sight.key_position(std::min(token + i, sight.length - 1)));
-            distances[i] = table ? table[m / call.width * call.distances + std::min(distance, call.distances - 1)]
-                                 : distance;
-        }
-        if (table) return score + *(const Floats *)distances * LOG2_E;
-        return score - *(const Floats *)distances * (slopes[m / call.width] * LOG2_E);
-    }
-};
-
-// Weights of the keys [blocks] as terms of tokens.
-template <class A> static INLINE void store_terms(const Floats *weights, int64_t blocks, typename A::Term *out) {
-    if constexpr (A::NUMBERS == 2) {
-#pragma GCC unroll 2
-        for (int64_t b = 0; b < blocks; b += 2) {
-            const Floats second = b + 1 < blocks ? weights[b + 1] : Floats{};
-            *(Words *)(out + b * LANES / 2) = chunk_of<A>(weights[b], second).terms[0];
-        }
-    } else {
-        for (int64_t b = 0; b < blocks; b++) ((Floats *)out)[b] = weights[b];
-    }
-}
-
-// scores [row][block] of a tile's products <- weights of its tokens in the softmax, for rows [first, end).
-// terms: where they are stored instead, as terms of tokens, or null. totals: sums of each row's weights, lane by lane.
-// corrections: what earlier sums are multiplied by. key_scales: of the products of each token, or null.
-template <class A>
-static SHARED void soften(const Biases &biases, const Visibility &sight, int64_t blocks, int64_t start,
-                          const uint64_t *seen, const Floats *key_scales, int64_t first, int64_t end,
-                          Floats (*scores)[TILE_BLOCKS], Softmax *softmax, Floats *totals, float *corrections,
-                          typename A::Term *terms) {
-    constexpr int TERMS = TILE_TOKENS / A::NUMBERS;
-    const AttentionCall &call = biases.call;
-    const bool only_scales = !call.softcap && !biases.slopes && !biases.table && !key_scales && blocks == TILE_BLOCKS;
-    const float scale = call.softmax_scale * LOG2_E;
-    const int64_t width = call.width;
-    for (int64_t m = first, query = first % width; m < end; m++, query = query + 1 == width ? 0 : query + 1) {
-        if (only_scales) {  // as below, in registers
-            Floats row[TILE_BLOCKS];
-#pragma GCC unroll 4
-            for (int b = 0; b < TILE_BLOCKS; b++)
-                row[b] = blend(seen[query] >> (b * LANES), scores[m][b] * scale, splat(-INFINITY));
-            corrections[m] = softmax[m].add(row, TILE_BLOCKS, totals[m]);
-            if (terms) {
-                store_terms<A>(row, TILE_BLOCKS, terms + m * TERMS);
-                continue;
-            }
-#pragma GCC unroll 4
-            for (int b = 0; b < TILE_BLOCKS; b++) scores[m][b] = row[b];
-            continue;
-        }
-        for (int64_t b = 0; b < blocks; b++) {
-            Floats score = scores[m][b];
-            if (key_scales) score *= key_scales[b];
-            score = biases.apply(score, sight, m, start + b * LANES);
-            scores[m][b] = blend(seen[query] >> (b * LANES), score, splat(-INFINITY));
-        }
-        corrections[m] = softmax[m].add(scores[m], blocks, totals[m]);
-        if (terms) store_terms<A>(scores[m], blocks, terms + m * TERMS);
-    }
-}
-
 // sums [block of channels][`height` rows] <- their corrected values, and a tile's values times `scores`, for the first
-// `rows`. weights: room for the scores as terms of tokens, where they stand without scales already. value_scales: of
+// `rows` and tokens of the first `blocks`. weights: room for the scores as terms of tokens, where they stand without scales already. value_scales: of
 // tokens, where scales are PER_TOKEN.
 template <class A>
-static SHARED void add_values(const Tile &tile, Scales scales, float middle, const Pages &values,
+static SHARED void add_values(const Tile &tile, int64_t blocks, Scales scales, float middle, const Pages &values,
                               const ChannelBlocks &channels, int64_t rows, int64_t height,
                               const Floats (*scores)[TILE_BLOCKS], Floats *value_scales, const float *corrections,
                               typename A::Term *weights, const Floats *value_tile, Floats (*sums)[TILE_BLOCKS]) {
@@ -178,24 +97,25 @@ static SHARED void add_values(const Tile &tile, Scales scales, float middle, con
             Floats shift = {};
             if (scales != NONE) {
                 Floats scaled_weights[TILE_BLOCKS];
-                for (int64_t b = 0; b < tile.blocks; b++) {
+                for (int64_t b = 0; b < blocks; b++) {
                     scaled_weights[b] = scores[m][b] * value_scales[b];
                     if (scales == PER_GROUP) shift += scores[m][b] * value_middles[b];
                 }
-                if (is_new) store_terms<A>(scaled_weights, tile.blocks, weights + m * TERMS);
+                if (is_new) store_terms<A>(scaled_weights, blocks, weights + m * TERMS);
             }
             const float constant = scales == PER_GROUP ? sum(shift) : 0;
             if (scales != PER_GROUP && corrections[m] == 1) continue;
             for (int64_t v = 0; v < block.width; v++) sums[m][v] = sums[m][v] * corrections[m] + constant;
         }
-        const int64_t steps = ceil_div(tile.count, A::NUMBERS);
-        tile_rows(block.width, rows, weights, TERMS, value_tile + block.first * steps, steps, false,
+        const int64_t steps = ceil_div(tile.count, A::NUMBERS), some = std::min(steps, blocks * LANES / A::NUMBERS);
+        tile_rows(block.width, block.width, rows, weights, TERMS, value_tile + block.first * steps, some, false,
                   height >= LEAST_AMX_ROWS, sums);
     }
 }
 
 // Of queries, whose scores stay in the first-level cache: whole blocks of `tile_rows`.
-constexpr int64_t ROWS_AT_ONCE = AMX ? 32 : 4 * TILE_ROWS;
+constexpr int64_t ROWS_AT_ONCE = AMX ? 32 : 48;
+constexpr int64_t ROWS_OF_DIAGONAL = AMX ? 32 : 16;  // where queries of a prompt see part of a tile each
 
 // Attends over a span, tile by tile, for `heads` key heads from `first_head` on, whose keys lie side by side. results:
 // one for each head. A: the arithmetic. F: the format of the pages or of the ring.
@@ -237,10 +157,10 @@ static void attend_span(const Span &span, int64_t first_head, int64_t heads, Pre
             const Partial &result = results[h];
             const Biases biases(call, span.sequence, head);
             Tile tile(source, start, end - start, head, key_format.bytes, value_format.bytes);
-            uint64_t anyone = 0;
+            uint64_t anyone = 0, everyone = ~0ull;
             for (int64_t i = 0; i < width; i++) {
                 seen[i] = sight.seen(i, start, tile.count) & tile.present;
-                anyone |= seen[i];
+                anyone |= seen[i], everyone &= seen[i];
             }
             if (!anyone) break;
 
@@ -252,15 +172,17 @@ static void attend_span(const Span &span, int64_t first_head, int64_t heads, Pre
                 tile.scales(values.scale, value_scales);
             }
             const Floats *of_keys = F::SCALES == PER_TOKEN ? key_scales : nullptr;
-            auto multiply = [&](const Term *query_terms, int64_t count, int64_t block, int64_t last, int64_t m) {
-                tile_rows(last - block, count, query_terms + m * ld, ld, key_tile, ceil_div(keys.dim, A::NUMBERS), true,
-                          rows >= LEAST_AMX_ROWS, (Floats(*)[TILE_BLOCKS])&scores[m][block]);
+            auto multiply = [&](const Term *query_terms, int64_t count, int64_t block, int64_t last, int64_t some,
+                                int64_t m) {
+                tile_rows(last - block, some, count, query_terms + m * ld, ld, key_tile,
+                          ceil_div(keys.dim, A::NUMBERS), true, rows >= LEAST_AMX_ROWS,
+                          (Floats(*)[TILE_BLOCKS])&scores[m][block]);
             };
-            auto attend = [&](int64_t first, int64_t end) {  // rows
-                soften<A>(biases, sight, tile.blocks, start, seen, of_keys, first, end, scores, result.softmax,
+            auto attend = [&](int64_t first, int64_t end, int64_t blocks) {  // rows
+                soften<A>(biases, sight, blocks, start, seen, of_keys, first, end, scores, result.softmax,
                           totals + h * rows, corrections, F::SCALES == NONE ? weights : nullptr);
                 if (first == 0) ahead.some(share);
-                add_values<A>(tile, F::SCALES, F::MIDDLE, values, channels, end - first, rows, scores + first,
+                add_values<A>(tile, blocks, F::SCALES, F::MIDDLE, values, channels, end - first, rows, scores + first,
                               value_scales, corrections + first, weights + first * TERMS, value_tile,
                               result.sums + first);
             };
@@ -268,15 +190,24 @@ static void attend_span(const Span &span, int64_t first_head, int64_t heads, Pre
             if constexpr (F::SCALES != PER_GROUP) {
                 load_keys<A>(tile, 0, tile.blocks, key_format, keys, key_tile);
                 ahead.some(share);
-                for (int64_t m = 0; m < rows; m += ROWS_AT_ONCE) {
-                    const int64_t last = std::min(m + ROWS_AT_ONCE, rows);
-                    multiply(query_terms, last - m, 0, tile.blocks, m);
+                const bool is_diagonal = anyone != everyone && width >= 2 * ROWS_OF_DIAGONAL;
+                for (int64_t m = 0, last; m < rows; m = last) {
+                    last = std::min(m + ROWS_AT_ONCE, rows);
+                    int64_t blocks = tile.blocks;  // up to the last token that one of the rows sees
+                    if (is_diagonal) {
+                        const int64_t first = m % width, end = std::min(first + ROWS_OF_DIAGONAL, width);
+                        last = m + end - first;
+                        uint64_t some = 0;
+                        for (int64_t i = first; i < end; i++) some |= seen[i];
+                        blocks = some ? (63 - __builtin_clzll(some)) / LANES + 1 : 1;
+                    }
+                    multiply(query_terms, last - m, 0, tile.blocks, blocks, m);
                     if (m == 0) {
                         ahead.some(share);
                         load_values<A>(tile, value_format, values, channels, value_tile);
                         ahead.some(share);
                     }
-                    attend(m, last);
+                    attend(m, last, blocks);
                 }
             } else {
                 for (int64_t block = 0, last; block < tile.blocks; block = last) {  // group of tokens by group
@@ -289,7 +220,7 @@ static void attend_span(const Span &span, int64_t first_head, int64_t heads, Pre
                         keys.token_scale(slot, call.block_size, shared, call.token_group) + head * keys.dim;
                     queries.scale(query_terms, keys.scale + group, keys.minimum + group, F::MIDDLE, scaled, offsets);
                     load_keys<A>(tile, block, last, key_format, keys, key_tile);
-                    multiply(scaled, rows, block, last, 0);
+                    multiply(scaled, rows, block, last, last - block, 0);
                     for (int64_t m = 0; m < rows; m++)
                         for (int64_t b = block; b < last; b++) scores[m][b] += offsets[m];
                     ahead.some(ceil_div(share * (last - block), tile.blocks));
@@ -297,7 +228,7 @@ static void attend_span(const Span &span, int64_t first_head, int64_t heads, Pre
                 ahead.some(share);
                 load_values<A>(tile, value_format, values, channels, value_tile);
                 ahead.some(share);
-                attend(0, rows);
+                attend(0, rows, tile.blocks);
             }
         }
     }
