@@ -161,6 +161,7 @@ WAYS = {
     "ours int4, int8 head": ours(**LIKE_LLAMA),
     "ours int4, int8 head, int8 inputs": ours(**LIKE_LLAMA, int8_on_cpu=True),
     "ours int4, embeddings": ours(bits=4, embeddings=True),
+    "ours int4, 4-bit embeddings": ours(bits=4, embeddings=True, overrides={"*embed_tokens": {"bits": 4}}),
     "ours int3": ours(bits=3, method="rtn"),
     "ours int2": ours(bits=2, method="rtn"),
     "ours int4, rotated": ours(bits=4, method="rtn", rotate=True),

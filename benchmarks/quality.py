@@ -33,6 +33,7 @@ WINDOWS, LENGTH, KL_WINDOWS = {"wikipedia": 24, "news": 12}, 1024, 4
 
 WEIGHTS_ALONE = {"quant_method": "efficient_weight_only", "int8_on_cpu": False}
 OWN_TEXT = {**WEIGHTS_ALONE, "calibration": None}
+WHOLE_NAME, WHOLE = "10 minutes end to end", {"calibration": {"minutes": 10}}  # the phase after the blocks
 
 
 def weight_only(bits, group, **options):
@@ -80,7 +81,8 @@ def rows() -> dict[str, dict | None]:
     for name in ("mxfp4", "nvfp4"):
         table[name] = weight_only(4, "auto", codebook=name, method="rtn")
         table[f"{name} gptq"] = weight_only(4, "auto", codebook=name, method="gptq")
-        table[f"{name} gptq refine"] = weight_only(4, "auto", codebook=name, method="gptq", refine=True)
+        refined = weight_only(4, "auto", codebook=name, method="gptq", refine=True)
+        table |= {f"{name} gptq refine": refined, f"{name} gptq refine, {WHOLE_NAME}": {**refined, **WHOLE}}
     table["kmeans 4 bits g64"] = weight_only(4, 64, codebook="kmeans", method="rtn")
     table["kmeans 4 bits g64 gptq"] = weight_only(4, 64, codebook="kmeans", method="gptq")
     table["kmeans 4 bits channel"] = weight_only(4, -1, codebook="kmeans", method="rtn")
@@ -95,8 +97,7 @@ def rows() -> dict[str, dict | None]:
         mixed = weight_only(bits, -1, codebook="trellis", method="gptq", mixed_precision=True)
         table[f"trellis {bits:g} bits mixed gptq"] = mixed
         table[f"trellis {bits:g} bits mixed gptq refine"] = refined = {**mixed, "refine": True}
-        whole = {**refined, "calibration": {"minutes": 10}}
-        table[f"trellis {bits:g} bits mixed gptq refine, 10 minutes end to end"] = whole
+        table[f"trellis {bits:g} bits mixed gptq refine, {WHOLE_NAME}"] = {**refined, **WHOLE}
     for bits in (4, 3, 2):
         yaqa = weight_only(bits, 64, method="yaqa")
         table |= {f"int{bits} g64 yaqa": yaqa, f"int{bits} g64 yaqa refine": {**yaqa, "refine": True}}

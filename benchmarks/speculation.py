@@ -40,10 +40,11 @@ heads and models their share c. `speedup` is tokens per step by v + c.
 With --parts and --ways the other records stay in the file, if they are of the same commit and weights. Each says with
 which `command` it was made, and of how many `texts`.
 
-With --calls N there are N repeats, and `calls` says of each what a call gained: the seconds of a plain call right
-before it by its own, their median and quartiles, and what all of them together gained. That of `generate` is of equal
-calls: as far as it is from 1, other work on the machine moves the others. No drafter should take longer than none over
-20 calls.
+With --calls N there are N repeats, and `calls` says of each what a call gained: the seconds of plain calls right before
+and right after it (their mean) by its own, their median and quartiles, and what all of them together gained. Every
+other repeat takes the ways in reverse, so neither what ran before nor a machine that gets faster or slower favours one.
+That of `generate` is of equal calls: as far as it is from 1, other work on the machine moves the others. No drafter
+should take longer than none over 20 calls.
 """
 
 import copy
@@ -59,7 +60,7 @@ import harness
 import torch
 from harness import load, rounded
 from speculation_model import add_model
-from speculation_texts import CHAT, copied, copying, long_contexts
+from speculation_texts import CHAT, ceiling, copied, copying, long_contexts
 
 import hf_efficient
 from hf_efficient.evaluation import environment, samples
@@ -72,21 +73,6 @@ GUESSES, THEIRS = 32, (10, 32)  # prompt_lookup_num_tokens: as many as we may, a
 NEW = {"copying": 512, "long": 256, "chat": 128}
 PARTS = ("copying-1", "copying-8", "long-1", "chat-1", "chat-8")
 WARM_UPS, COUNTED = 2, ("draft_seconds", "verify_seconds", "host_seconds")
-
-
-def ceiling(prompt: list[int], answer: list[int]) -> int:
-    """Steps for all tokens of the answer but the first."""
-    text, at, steps = prompt + answer, len(prompt) + 1, 0
-    while at < len(text):
-        longest = 0
-        for start in range(at):
-            length = 0
-            while at + length < len(text) and text[start + length] == text[at + length]:
-                length += 1
-            longest = max(longest, length)
-        at += 1 + (longest if longest >= 3 else 0)
-        steps += 1
-    return steps
 
 
 def instrument(model) -> tuple[list[float], list[SpeculativeOutput]]:
@@ -186,29 +172,36 @@ def measure(
     found: dict, noted: tuple, batches: list[dict], new: int, repeats: int, warm_ups: int, pairs: bool = False
 ) -> dict:
     """name -> seconds [repeats][batches], and of the last repeat ids [batches], what our loop counted [batches], and
-    the seconds of its forwards [batches][...]; then the seconds of plain calls [repeats][batches], one right before
-    each call if there are `pairs`."""
+    the seconds of its forwards [batches][...]; then, if there are `pairs`, the seconds of plain calls
+    [repeats][batches]: the mean of the one right before each call and the one right after it."""
     forwards, counts = noted
     options = dict(max_new_tokens=new, do_sample=False)
-    seconds, before = ({name: [[] for _ in range(repeats)] for name in found} for _ in range(2))
+    seconds, around = ({name: [[] for _ in range(repeats)] for name in found} for _ in range(2))
     outputs, counted, inside = ({name: [None] * len(batches) for name in found} for _ in range(3))
+
+    def timed(generate, inputs) -> tuple[float, torch.Tensor]:
+        start = time.perf_counter()
+        ids = generate(**inputs, **options)
+        return time.perf_counter() - start, ids
+
+    plain = found["generate"][2]
     for repeat in range(-warm_ups, repeats):
         for index, inputs in enumerate(batches):
-            for name, (_, _, generate) in found.items():
+            before = timed(plain, inputs)[0] if pairs and repeat >= 0 else None
+            for name, (_, _, generate) in list(found.items())[:: -1 if repeat % 2 else 1]:
                 if repeat < 0 and (index > 0 or repeat < -1) and name.startswith("transformers"):
                     continue
-                if pairs and repeat >= 0:
-                    start = time.perf_counter()
-                    found["generate"][2](**inputs, **options)
-                    before[name][repeat].append(time.perf_counter() - start)
                 forwards.clear()
                 counts.clear()
-                start = time.perf_counter()
-                outputs[name][index] = generate(**inputs, **options)
-                if repeat >= 0:
-                    seconds[name][repeat].append(time.perf_counter() - start)
+                passed, outputs[name][index] = timed(generate, inputs)
                 inside[name][index], counted[name][index] = list(forwards), counts[-1] if counts else None
-    return {name: (seconds[name], outputs[name], counted[name], inside[name], before[name]) for name in found}
+                if repeat >= 0:
+                    seconds[name][repeat].append(passed)
+                if before is not None:
+                    after = timed(plain, inputs)[0]
+                    around[name][repeat].append((before + after) / 2)
+                    before = after
+    return {name: (seconds[name], outputs[name], counted[name], inside[name], around[name]) for name in found}
 
 
 def rows_of(ids: torch.Tensor, inputs: dict, end: int) -> list[list[int]]:
@@ -252,7 +245,7 @@ def record(kind: str, size: int, name: str, measured: dict, right: str, batches:
 
 def gains_of_calls(plain: list[list[float]], seconds: list[list[float]]) -> dict:
     """Of seconds [repeats][batches] without a drafter and with one. Stalls of the machine move what is together."""
-    ratios = [before / own for befores, owns in zip(plain, seconds) for before, own in zip(befores, owns)]
+    ratios = [without / own for each, owns in zip(plain, seconds) for without, own in zip(each, owns)]
     together = sum(map(sum, plain)) / sum(map(sum, seconds))
     counted = {"count": len(ratios), "together": together}
     return {**counted, "median": statistics.median(ratios), "quartiles": harness.quartiles(ratios)}
@@ -334,7 +327,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--ways", nargs="+", help="only these ways to generate; all by default")
     calls = dict(type=int, choices=range(2, 1001), metavar="N")
-    parser.add_argument("--calls", **calls, help="so many calls of each way, each after a plain one; 2 to 1,000")
+    parser.add_argument("--calls", **calls, help="so many calls of each way, plain ones between; 2 to 1,000")
     parser.add_argument("--output", type=Path, help="by default benchmarks/results/speculation_cpu[_int4].json")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -1,4 +1,4 @@
-"""The prompts of benchmarks/speculation.py."""
+"""The prompts of benchmarks/speculation.py, and what their answers copy."""
 
 import colorsys
 import inspect
@@ -61,3 +61,18 @@ def copied(prompt: list[int], answer: list[int], run: int = 8) -> float:
     there = {tuple(prompt[i : i + run]) for i in range(len(prompt) - run + 1)}
     found = [tuple(answer[i : i + run]) in there for i in range(len(answer))]
     return statistics.mean(any(found[max(0, i - run + 1) : i + 1]) for i in range(len(answer)))
+
+
+def ceiling(prompt: list[int], answer: list[int]) -> int:
+    """The steps that a lookup takes at least for all tokens of the answer but the first."""
+    text, at, steps = prompt + answer, len(prompt) + 1, 0
+    while at < len(text):
+        longest = 0
+        for start in range(at):
+            length = 0
+            while at + length < len(text) and text[start + length] == text[at + length]:
+                length += 1
+            longest = max(longest, length)
+        at += 1 + (longest if longest >= 3 else 0)
+        steps += 1
+    return steps

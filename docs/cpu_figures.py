@@ -16,6 +16,7 @@ DECODERS = {
     "ours int4, int4 head": "**hf_efficient**, int4, output head in int4",
     "ours int4, int8 head": "**hf_efficient**, int4, output head in int8",
     "ours int4, embeddings": "**hf_efficient**, int4, embeddings and head in int8",
+    "ours int4, 4-bit embeddings": "**hf_efficient**, int4, embeddings and head in int4",
     "ours int3": "**hf_efficient**, int3",
     "ours int2": "**hf_efficient**, int2",
     "ours NF4": "**hf_efficient**, NF4",

@@ -55,8 +55,8 @@ static void tile_rows(int64_t rows, const T *x, int64_t ld, const Floats *tile, 
         if (rows) tile_rows<BLOCKS, N, T, M - 1>(rows, x, ld, tile, steps, begin, sums);
 }
 
-// The same for the first `some` of any number of blocks up to TILE_BLOCKS. amx: whether by AMX where there is one, which
-// callers tell by the rows of a whole product, so that bits do not depend on how threads share them.
+// The same for the first `some` of any number of blocks up to TILE_BLOCKS. amx: whether by AMX where there is one.
+// Callers tell it by the rows of a whole product, so that bits do not depend on how threads share them.
 template <class T>
 static void tile_rows(int64_t blocks, int64_t some, int64_t rows, const T *x, int64_t ld, const Floats *tile,
                       int64_t steps, bool begin, bool amx, Floats (*sums)[TILE_BLOCKS]) {

@@ -41,31 +41,27 @@ struct Softmax {
 
 };
 
-// The highest lane of each of `count` vectors, at most 16.
-static INLINE Floats highest_of_each(const Floats *vectors, int64_t count) {
-    alignas(64) float high[LANES];
-    if (count < LANES) {
-        for (int64_t i = 0; i < count; i++) high[i] = highest(vectors[i]);
-        return load_some(high, count);
-    }
+// Takes new scores of a row into account, or of 16 rows: `high` has the highest of each lane. top: the highest of a row
+// so far. correction: what earlier sums of weights are multiplied with, as those were 2 ** (score - an earlier top).
+static INLINE void raise(Softmax &row, Floats high, float &top, float &correction) {
+    top = std::max(row.top, highest(high));
+    correction = row.top == top ? 1.0f : exp2(splat(row.top - top))[0];
+    row.top = top;
+}
+static INLINE void raise(Softmax (&rows)[LANES], const Floats (&high)[LANES], float (&tops)[LANES],
+                         float (&corrections)[LANES]) {
     Words square[LANES];
 #pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) square[i] = (Words)vectors[i];
+    for (int i = 0; i < LANES; i++) square[i] = (Words)high[i];
     transpose(square);
-    Floats result = (Floats)square[0];
+    Floats top = (Floats)square[0];
 #pragma GCC unroll 16
-    for (int i = 1; i < LANES; i++) result = maximum(result, (Floats)square[i]);
-    return result;
-}
-
-// Takes the highest new scores of `count` rows, at most 16, into account. tops: the highest of each row so far.
-// corrections: what is multiplied with earlier sums of weights, as those were 2 ** (score - an earlier top).
-static INLINE void raise(Softmax *rows, Floats high, int64_t count, float *tops, float *corrections) {
+    for (int i = 1; i < LANES; i++) top = maximum(top, (Floats)square[i]);
     alignas(64) float before[LANES];
-    for (int64_t i = 0; i < count; i++) before[i] = rows[i].top;
-    const Floats old = load_some(before, count), top = maximum(old, high);
-    // the first scores correct nothing
-    const Floats factor = select(old == top, splat(1.0f), exp2(old - top));
-    store_some(tops, count, top), store_some(corrections, count, factor);
-    for (int64_t i = 0; i < count; i++) rows[i].top = tops[i];
+    for (int i = 0; i < LANES; i++) before[i] = rows[i].top;
+    const Floats old = load_some(before, LANES);
+    top = maximum(top, old);
+    store_some(tops, LANES, top);
+    store_some(corrections, LANES, select(old == top, splat(1.0f), exp2(old - top)));
+    for (int i = 0; i < LANES; i++) rows[i].top = tops[i];
 }

@@ -74,8 +74,8 @@ template <class A> struct Queries {
 };
 
 // sums [block of channels][`height` rows] <- their corrected values, and a tile's values times `scores`, for the first
-// `rows` and tokens of the first `blocks`. weights: room for the scores as terms of tokens, where they stand without scales already. value_scales: of
-// tokens, where scales are PER_TOKEN.
+// `rows` and tokens of the first `blocks`. weights: room for the scores as terms of tokens, where they stand without
+// scales already. value_scales: of tokens, where scales are PER_TOKEN.
 template <class A>
 static SHARED void add_values(const Tile &tile, int64_t blocks, Scales scales, float middle, const Pages &values,
                               const ChannelBlocks &channels, int64_t rows, int64_t height,
@@ -179,7 +179,7 @@ static void attend_span(const Span &span, int64_t first_head, int64_t heads, Pre
                           (Floats(*)[TILE_BLOCKS])&scores[m][block]);
             };
             auto attend = [&](int64_t first, int64_t end, int64_t blocks) {  // rows
-                soften<A>(biases, sight, blocks, start, seen, of_keys, first, end, scores, result.softmax,
+                soften<A>(blocks, biases, sight, start, seen, of_keys, first, end, scores, result.softmax,
                           totals + h * rows, corrections, F::SCALES == NONE ? weights : nullptr);
                 if (first == 0) ahead.some(share);
                 add_values<A>(tile, blocks, F::SCALES, F::MIDDLE, values, channels, end - first, rows, scores + first,

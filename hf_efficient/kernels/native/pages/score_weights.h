@@ -50,59 +50,70 @@ template <class A> static INLINE void store_terms(const Floats *weights, int64_t
 // scores [row][block] of a tile's products <- weights of its tokens in the softmax, for rows [first, end).
 // terms: where they are stored instead, as terms of tokens, or null. totals: sums of each row's weights, lane by lane.
 // corrections: what earlier sums are multiplied by. key_scales: of the products of each token, or null.
-template <class A>
-static __attribute__((noinline)) void soften(const Biases &biases, const Visibility &sight, int64_t blocks,
-                                             int64_t start, const uint64_t *seen, const Floats *key_scales,
-                                             int64_t first, int64_t end, Floats (*scores)[TILE_BLOCKS],
-                                             Softmax *softmax, Floats *totals, float *corrections,
-                                             typename A::Term *terms) {
+template <class A, int BLOCKS>
+static INLINE void soften_blocks(const Biases &biases, const Visibility &sight, int64_t start, const uint64_t *seen,
+                                 const Floats *key_scales, int64_t first, int64_t end, Floats (*scores)[TILE_BLOCKS],
+                                 Softmax *softmax, Floats *totals, float *corrections, typename A::Term *terms) {
     constexpr int TERMS = TILE_TOKENS / A::NUMBERS;
     const AttentionCall &call = biases.call;
     const bool only_scales = !call.softcap && !biases.slopes && !biases.table && !key_scales;
     const float scale = call.softmax_scale * LOG2_E;
-    auto some_rows = [&](auto count, int64_t m, int64_t some) __attribute__((always_inline)) {
-        constexpr int BLOCKS = decltype(count)::value;
-        Floats high[LANES];
-        alignas(64) float tops[LANES];
-        auto score = [&](int64_t row, uint64_t bits, int b) __attribute__((always_inline)) {
-            if (!only_scales) return scores[row][b];
-            return blend(bits >> (b * LANES), scores[row][b] * scale, splat(-INFINITY));
-        };
-        int64_t query = m % call.width;
-        auto next = [&] { query = query + 1 == call.width ? 0 : query + 1; };
-        for (int64_t i = 0; i < some; i++, next()) {
-            if (!only_scales)
-                for (int b = 0; b < BLOCKS; b++) {
-                    Floats scaled = scores[m + i][b];
-                    if (key_scales) scaled *= key_scales[b];
-                    scaled = biases.apply(scaled, sight, m + i, start + b * LANES);
-                    scores[m + i][b] = blend(seen[query] >> (b * LANES), scaled, splat(-INFINITY));
-                }
-            high[i] = score(m + i, seen[query], 0);
+    auto scores_of = [&](int64_t m, Floats (&row)[BLOCKS]) __attribute__((always_inline)) {
+        const uint64_t bits = seen[m % call.width];
+        Floats high = splat(-INFINITY);
 #pragma GCC unroll 4
-            for (int b = 1; b < BLOCKS; b++) high[i] = maximum(high[i], score(m + i, seen[query], b));
-        }
-        raise(softmax + m, highest_of_each(high, some), some, tops, corrections + m);
-        query = m % call.width;
-        for (int64_t i = 0; i < some; i++, next()) {
-            Floats row[BLOCKS], all = {};
-#pragma GCC unroll 4
-            for (int b = 0; b < BLOCKS; b++) {
-                row[b] = exp2<A::NUMBERS == 2>(score(m + i, seen[query], b) - tops[i]);
-                all += row[b];
+        for (int b = 0; b < BLOCKS; b++) {
+            row[b] = scores[m][b];
+            if (only_scales) {
+                row[b] *= scale;
+            } else {
+                if (key_scales) row[b] *= key_scales[b];
+                row[b] = biases.apply(row[b], sight, m, start + b * LANES);
             }
-            totals[m + i] = multiply_add(totals[m + i], splat(corrections[m + i]), all);
-            if (terms) store_terms<A>(row, BLOCKS, terms + (m + i) * TERMS);
-            else
-#pragma GCC unroll 4
-                for (int b = 0; b < BLOCKS; b++) scores[m + i][b] = row[b];
+            row[b] = blend(bits >> (b * LANES), row[b], splat(-INFINITY));
+            high = maximum(high, row[b]);
         }
+        return high;
     };
-    for (int64_t m = first; m < end; m += LANES) {
-        const int64_t some = std::min<int64_t>(LANES, end - m);
-        if (blocks == 4) some_rows(std::integral_constant<int, 4>(), m, some);
-        if (blocks == 3) some_rows(std::integral_constant<int, 3>(), m, some);
-        if (blocks == 2) some_rows(std::integral_constant<int, 2>(), m, some);
-        if (blocks == 1) some_rows(std::integral_constant<int, 1>(), m, some);
+    auto store = [&](int64_t m, Floats (&row)[BLOCKS], float top) __attribute__((always_inline)) {
+        Floats all = {};
+#pragma GCC unroll 4
+        for (int b = 0; b < BLOCKS; b++) {
+            row[b] = exp2<A::NUMBERS == 2>(row[b] - top);
+            all += row[b];
+        }
+        totals[m] = multiply_add(totals[m], splat(corrections[m]), all);
+        if (terms) return store_terms<A>(row, BLOCKS, terms + m * TERMS);
+#pragma GCC unroll 4
+        for (int b = 0; b < BLOCKS; b++) scores[m][b] = row[b];
+    };
+    Floats row[BLOCKS];
+    int64_t m = first;
+    if (only_scales)  // scores are cheap to compute again
+        for (; m + LANES <= end; m += LANES) {
+            Floats high[LANES];
+            alignas(64) float tops[LANES];
+            for (int i = 0; i < LANES; i++) high[i] = scores_of(m + i, row);
+            raise((Softmax(&)[LANES])softmax[m], high, tops, (float(&)[LANES])corrections[m]);
+            for (int i = 0; i < LANES; i++) scores_of(m + i, row), store(m + i, row, tops[i]);
+        }
+    for (; m < end; m++) {
+        float top;
+        const Floats high = scores_of(m, row);
+        raise(softmax[m], high, top, corrections[m]);
+        store(m, row, top);
     }
+}
+
+// Of a tile that is not full, or seen in part.
+template <class A, class... Args>
+static __attribute__((noinline)) void soften_part(int64_t blocks, const Args &...args) {
+    if (blocks == 3) soften_blocks<A, 3>(args...);
+    if (blocks == 2) soften_blocks<A, 2>(args...);
+    if (blocks == 1) soften_blocks<A, 1>(args...);
+}
+
+template <class A, class... Args> static SHARED void soften(int64_t blocks, const Args &...args) {
+    if (blocks == TILE_BLOCKS) soften_blocks<A, TILE_BLOCKS>(args...);
+    else soften_part<A>(blocks, args...);
 }
