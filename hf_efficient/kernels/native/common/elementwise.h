@@ -9,9 +9,8 @@ enum Type : int64_t { FLOAT, BFLOAT16, HALF };
 
 // e^x to 2 units in the last place: 2^n * e^r with |r| <= ln 2 / 2
 static INLINE Floats exponential(Floats x) {
-    x = select(x < -87.3f, splat(-87.3f), select(x > 88.7f, splat(88.7f), x));
-    const Floats n = to_floats(to_ints(x * 1.44269504f + select(x < 0.0f, splat(-0.5f), splat(0.5f))));
-    const Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    x = minimum(splat(88.7f), maximum(splat(-87.3f), x));  // in this order a NaN stays
+    const Floats n = nearest_whole(x * 1.44269504f), r = x - n * 0.693359375f + n * 2.12194440e-4f;
     Floats p = splat(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
@@ -19,7 +18,7 @@ static INLINE Floats exponential(Floats x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    return p * (Floats)((to_ints(n) + 127) << 23);
+    return scaled(p, n);
 }
 
 // Calls body(at) for every index of the first three of `sizes`.
