@@ -131,8 +131,8 @@ struct Work {
     }
 };
 
-// Attends in `count` calls at once. Heads of one span follow each other because they share cache lines. Spans of prompts
-// or of several calls differ in length: threads take the longest first.
+// Attends in `count` calls at once. Heads of one span follow each other because they share cache lines. Spans of
+// prompts or of several calls differ in length: threads take the longest first.
 static void attend(const std::unique_ptr<Work> *works, size_t count) {
     static thread_local Buffer softmaxes, sums;
     int64_t rows = 0, blocks = 0;
