@@ -125,6 +125,18 @@ def test_a_long_prompt(calls, nan_poison):
     assert calls
 
 
+@pytest.mark.parametrize("width", [1, 100])
+def test_sums_of_weights_in_bfloat16(width, calls):
+    """Weights are rounded to bfloat16 for the products with values only."""
+    cache = TypedCache([300, 100], 16, None, torch.bfloat16)
+    q = torch.randn(2, width, 6, 32).bfloat16()
+    lse = cache.attend(api.flash_attn_with_kvcache, q, causal=True)[1]
+    cache.pages = [pages.float() for pages in cache.pages]
+    expected = cache.attend(flash_paged.flash_attn_with_kvcache_reference, q.float(), causal=True)[1]
+    assert_close(lse, expected, rms=2e-6, maximum=2e-5, reason="2 ** x within 2.6e-6, and sums in another order")
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seen", [1, 17, 40, 80, 131])
 def test_a_prompt_has_the_bits_of_its_beginning(seen, dtype, calls, nan_poison):
