@@ -38,7 +38,6 @@ static INLINE Floats soft_capped(Floats x, float cap) {
 // Of one row of queries: the highest score so far in powers of two, and the sum of 2 ** (score - top).
 struct Softmax {
     float top = LOWEST, total = 0;
-
 };
 
 // Takes new scores of a row into account, or of 16 rows: `high` has the highest of each lane. top: the highest of a row
