@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_efficient.kernels.linear.widened import widened_products
 from hf_efficient.observers.hooks import replaced_forwards
 from hf_efficient.observers.linear_inputs import LinearInputs
 
@@ -88,6 +89,23 @@ def without_cache(model: nn.Module):
     finally:
         for config, value in before:
             config.use_cache = value
+
+
+@contextmanager
+def calibrating(model: nn.Module, device):
+    """Inside, the model is in evaluation mode, no parameter asks for a gradient (refinement tunes tensors of its own),
+    and products of bfloat16 are fast where `device` is a CPU."""
+    was_training, before = model.training, [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in before:
+            parameter.requires_grad_(False)
+        model.eval()
+        with widened_products(torch.device(device)):
+            yield
+    finally:
+        model.train(was_training)
+        for parameter in before:
+            parameter.requires_grad_(True)
 
 
 class _ArgumentStore:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from hf_efficient.experts import expert_weight_names
 from hf_efficient.integrations.transformers_compat import expert_activation
 from hf_efficient.integrations.transformers_releases import post_expert_norm
 from hf_efficient.observers.hooks import replaced_forwards, watching_outputs
+from hf_efficient.kernels.linear.widened import widened_products
 from hf_efficient.observers.linear_inputs import bfloat16_products
 
 
@@ -124,13 +126,18 @@ def language_loss_gradients(
     blocks, embedding = list(blocks), {"": model.get_input_embeddings()}
     trained, forwards = [p for p in model.parameters() if p.requires_grad], [block.forward for block in blocks]
 
+    device = model.get_input_embeddings().weight.device
+    contexts = lambda: (nullcontext(), widened_products(device))  # noqa: E731  torch leaves modes in a backward pass
+
     def recomputed(index: int):
-        return lambda *args, **kwargs: checkpoint(forwards[index], *args, use_reentrant=False, **kwargs)
+        options = dict(use_reentrant=False, context_fn=contexts)
+        return lambda *args, **kwargs: checkpoint(forwards[index], *args, **options, **kwargs)
 
     with (
         watching_outputs(modules, watched),
         watching_outputs(embedding, lambda _, args, kwargs, output: output.requires_grad_()),
         torch.enable_grad(),
+        widened_products(device),
         without_cache(model),
         replaced_forwards(blocks, recomputed),
         replaced_forwards(list(experts.values()), one_by_one.__getitem__),
@@ -138,7 +145,7 @@ def language_loss_gradients(
         try:
             for parameter in trained:
                 parameter.requires_grad_(False)
-            for window in tokens.to(model.get_input_embeddings().weight.device):
+            for window in tokens.to(device):
                 _language_loss(model, window[None], drawn).backward()
         finally:
             for parameter in trained:

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 from transformers.utils import logging
 
 from hf_efficient.calibration.block_compression import BlockCompressor
-from hf_efficient.calibration.blocks import Block, Chain, leaves
+from hf_efficient.calibration.blocks import Block, Chain, calibrating, leaves
 from hf_efficient.calibration.data import model_inputs
 from hf_efficient.calibration.end_to_end import refine_model
 from hf_efficient.calibration.model_chains import BlockwiseModel
@@ -68,12 +67,8 @@ def calibrate(
             f"minutes={calibration.minutes} is not supported where a model is compressed from disk to disk"
         )
     run = _Run(model, configs, calibration, tokenizer, tuple(transforms), refine, gradients or {}, residence)
-    was_training = model.training
-    try:
-        with _frozen(model.eval()):
-            formats = run.run()
-    finally:
-        model.train(was_training)
+    with calibrating(model, run.device):
+        formats = run.run()
     return {name: _scheme_of(configs[name], format) for name, format in formats.items()}
 
 
@@ -228,16 +223,3 @@ def _scheme_of(scheme, format) -> dict[str, Any]:
     transformed = isinstance(format, TransformedFormat)
     own = {"input_scale": transformed and format.input_scale, "rotate": transformed and format.rotation}
     return {field: own.get(field, value) for field, value in scheme.scheme().items()}
-
-
-@contextmanager
-def _frozen(model: nn.Module):
-    """Inside, no parameter asks for a gradient: refinement tunes tensors of its own."""
-    before = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in before:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in before:
-            parameter.requires_grad_(True)

@@ -5,6 +5,8 @@ import math
 import torch
 from transformers.utils import logging
 
+from hf_efficient.kernels.linear.widened import widened_products
+
 
 def windows(tokenizer, text: str, count: int, length: int) -> torch.Tensor:
     """The first `count` windows of `length` tokens, without special tokens: int64 [count, length].
@@ -33,7 +35,8 @@ def negative_log_likelihood(model, tokens: torch.Tensor, progress: bool = True) 
     result = []
     for window in logging.tqdm(tokens, desc="perplexity", disable=not progress, leave=False):
         window = window.to(model.device)
-        logits = model(input_ids=window[None], use_cache=False).logits[0, :-1].float()
+        with widened_products(model.device):
+            logits = model(input_ids=window[None], use_cache=False).logits[0, :-1].float()
         result.append(torch.nn.functional.cross_entropy(logits, window[1:]).double().cpu())
     return torch.stack(result)
 
@@ -55,6 +58,7 @@ def kl_divergence(reference, model, window: torch.Tensor) -> float:
     predicted token, over one window of tokens, int64 [length]."""
     logs = []
     for each in (reference, model):
-        logits = each(input_ids=window.to(each.device)[None], use_cache=False).logits[0, :-1]
+        with widened_products(each.device):
+            logits = each(input_ids=window.to(each.device)[None], use_cache=False).logits[0, :-1]
         logs.append(logits.float().log_softmax(-1).cpu())
     return (logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean().item()

@@ -2,6 +2,7 @@
 whose activations stay within a budget."""
 
 import copy
+from contextlib import nullcontext
 
 import torch
 from torch.nn.functional import pad
@@ -11,6 +12,7 @@ from hf_efficient.generation.prompt_beside import prefill_beside
 from hf_efficient.generation.replay.captured_prompt import MOST_ON_DEVICE, together
 from hf_efficient.integrations.transformers_compat import cache_name
 from hf_efficient.integrations.transformers_loop import prefill
+from hf_efficient.kernels.linear.widened import widened_products
 
 
 GROUP_TOKENS = 256  # of prompts that a CPU runs together: larger groups take as long a token
@@ -87,7 +89,8 @@ class PromptReading:
             if part < columns:
                 generation_config = copy.copy(generation_config)
                 generation_config.prefill_chunk_size = part
-        return prefill(self.model, input_ids, generation_config, model_kwargs)
+        with widened_products(self.model.device) if self._is_our_own() else nullcontext():
+            return prefill(self.model, input_ids, generation_config, model_kwargs)
 
     def _takes_parts(self, columns: int) -> bool:
         """Whether the cache can be filled with some columns at a time, by an attention that needs no masks."""

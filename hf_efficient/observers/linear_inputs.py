@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from hf_efficient.kernels.native import tiers
+
 
 _ROWS_AT_ONCE = 8192  # bounds the float32 copy of the inputs
 _ROWS_IN_CACHE = 512  # rows at a time for the vectors: they fit a core's cache
@@ -153,11 +155,11 @@ class LinearInputs:
 
 
 class bfloat16_products:
-    """Inside, if `enabled`, the CPU multiplies float32 matrices with bfloat16 instructions, 2 to 3 times as fast. Exact
-    for matrices that hold bfloat16 values: sums are float32."""
+    """Inside, if `enabled`, a CPU that has bfloat16 instructions multiplies float32 matrices with them, 2 to 3 times as
+    fast. Exact for matrices that hold bfloat16 values: sums are float32."""
 
     def __init__(self, enabled: bool):
-        self.enabled = enabled
+        self.enabled = enabled and tiers.multiplies_bfloat16()
 
     def __enter__(self):
         self.before = torch.backends.mkldnn.matmul.fp32_precision

@@ -123,7 +123,8 @@ def test_what_the_interpreter_does_not_know_is_called():
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "width"), [(1, 7, 64), (3, 4, 40), (6, 33, 100), (23, 64, 96), (27, 71, 96), (75, 97, 64)]
+    ("rows", "columns", "width"),
+    [(1, 7, 64), (3, 4, 40), (6, 33, 100), (23, 64, 96), (27, 71, 96), (75, 97, 64), (70, 83, 37), (65, 20, 2100)],
 )
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_dense_products(rows, columns, width, has_bias, tier):
@@ -135,8 +136,9 @@ def test_dense_products(rows, columns, width, has_bias, tier):
     expected = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
     # float32 sums of exact products, rounded once
     torch.testing.assert_close(capture.replay().double(), expected, rtol=2**-8, atol=1e-4)
-    # a row has the same bits alone and among others; from 24 rows on, which are laid out, among 24 and among more
-    few, compared = (24, rows // 24 * 24) if rows >= 24 else (1, rows)
+    # a row has the same bits alone and among others; from where rows or W are laid out, among that many and more
+    least = 24 if "bf16" in tier or tier == "amx" else 64
+    few, compared = (least, rows // least * least) if rows >= least else (1, rows)
     alone = [Capture(lambda some=some: F.linear(some, weight, bias)).replay() for some in x[:compared].split(few)]
     assert torch.equal(torch.cat(alone), capture.replay()[:compared])
     parts = [None if part is None else part[:64].float() for part in (x, weight[:64], bias)]  # of more rows torch's

@@ -18,7 +18,7 @@ from hf_efficient.compression.recovery.plot import plot_training
 from hf_efficient.compression.recovery.progress import Budget, HeldOut, WarmUpQuantization
 from hf_efficient.compression.recovery.quantized_pages import QuantizedPages, check_attention
 from hf_efficient.compression.recovery.trainer import DistillationTrainer
-from hf_efficient.kernels.attention.products import FastAttention
+from hf_efficient.kernels.linear.widened import fast_training
 from hf_efficient.kernels.native.heap import freed_memory_kept
 
 
@@ -69,8 +69,7 @@ def train(
             **more,
         )
         training.remove_callback(PrinterCallback)
-        modes = [FastAttention()] if trained.device.type == "cpu" else []
-        modes += [pages] if pages.is_active else []
+        modes = fast_training(trained.device) + ([pages] if pages.is_active else [])
         with _checkpointing(trained, options.gradient_checkpointing, modes), freed_memory_kept(), _inside(modes):
             training.train(resume_from_checkpoint=_last_checkpoint(options.checkpoint_dir))
     state = training.state

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from hf_efficient.kernels.native import tiers
+
 
 STEP = 128  # queries at once: they leave out most of the keys that they do not see
 SCORES = 1 << 22  # scores at once, at most, however many heads there are
@@ -38,7 +40,7 @@ def serves(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **options) -
 
 def has_bfloat16_products() -> bool:
     """Whether torch has oneDNN, and the CPU instructions with which it multiplies bfloat16."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.backends.mkldnn.is_available() and tiers.multiplies_bfloat16()
 
 
 class CausalAttention(torch.autograd.Function):

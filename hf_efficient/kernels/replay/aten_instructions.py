@@ -1,6 +1,7 @@
 """The instructions of torch's own ops: elementwise, reductions, look-ups, dense products, concatenation."""
 
 import functools
+import math
 
 import torch
 
@@ -16,9 +17,9 @@ _UNARY = {
 }  # fmt: skip
 _BINARY = {"add": "ADD", "sub": "SUB", "mul": "MUL", "div": "DIV"}
 # Rows of products of the interpreter. On a Zen 5, 64 rows of SmolLM2-135M take 28 ms here, in torch 62 ms. With AMX
-# ours take a third of torch's time for 5 rows, and as long for 256.
-_MOST_DENSE_ROWS, _MOST_DENSE_ROWS_OF_BF16 = 128, 512  # the second where the CPU multiplies bfloat16, by tiles
-_MOST_DENSE_ROWS_OF_FLOATS = 64
+# ours take a third of torch's time for 5 rows, and as long for 256. Where a CPU multiplies no bfloat16, torch takes
+# several times as long for any number of rows.
+_MOST_DENSE_ROWS_OF_BF16, _MOST_DENSE_ROWS_OF_FLOATS = 512, 64
 
 _OF_BF16 = tiers.BF16, tiers.AMX, tiers.NEON_BF16
 
@@ -120,10 +121,10 @@ def _dense(y, x, weight, bias):
     return [instruction.noting(y, [x, weight, bias])]
 
 
-def _most_dense_rows(dtype: torch.dtype) -> int:
+def _most_dense_rows(dtype: torch.dtype) -> float:
     if dtype is torch.float32:
         return _MOST_DENSE_ROWS_OF_FLOATS
-    return _MOST_DENSE_ROWS_OF_BF16 if tiers.tier() in _OF_BF16 else _MOST_DENSE_ROWS
+    return _MOST_DENSE_ROWS_OF_BF16 if tiers.tier() in _OF_BF16 else math.inf
 
 
 @replays("aten::cat")

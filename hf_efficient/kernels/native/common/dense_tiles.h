@@ -1,11 +1,14 @@
-// Several rows of x times dense bfloat16 weights. As `dense_amx` does, x is laid out in pairs, and W is read as it
-// lies: a vector holds a pair of columns of 16 rows of x, which meets the same pair of a row of W.
+// Several rows of x times dense bfloat16 weights.
 
 #pragma once
 #include "dense.h"
-#include "tile_product.h"
+#include "many_rows.h"
+#include "products.h"
 
 #if BF16_DOT && !AMX
+// As `dense_amx` does, x is laid out in pairs, and W is read as it lies: a vector holds a pair of columns of 16 rows of
+// x, which meets the same pair of a row of W.
+
 constexpr int64_t PANEL = 48;  // rows of W that a thread takes at once
 constexpr int64_t MOST_BLOCKS = REGISTERS < 32 ? 1 : TILE_BLOCKS;  // of 16 rows of x that share a load of W
 
@@ -68,16 +71,49 @@ static void dense_tiles(const uint16_t *x, const uint16_t *w, const uint16_t *bi
         }
     });
 }
+#elif !BF16_DOT
+// Without products of bfloat16 both are widened to floats, W into the tiles of many_rows.h.
+struct DenseWeight {
+    static constexpr int COLUMNS = 2 * LANES;  // of a step
+    const uint16_t *w;                         // [rows, columns]
+    int64_t rows, columns, blocks, steps;
+};
+
+static void dequantize_tile(const DenseWeight &w, int64_t block, int blocks, int64_t first, int64_t last,
+                            Floats *tile) {
+    for (int b = 0; b < blocks; b++) {
+        const int64_t row = (block + b) * LANES, count = std::min<int64_t>(LANES, w.rows - row);
+        for (int64_t step = first; step < last; step++) {
+            const int64_t column = step * w.COLUMNS;
+            Words pairs[LANES];
+            for (int64_t i = 0; i < LANES; i++)
+                pairs[i] = i < count ? load_pairs(w.w + (row + i) * w.columns + column, w.columns - column) : Words{};
+            transpose(pairs);
+            Floats *to = tile + (column - first * w.COLUMNS) * blocks + b;
+            for (int64_t i = 0; i < LANES; i++, to += 2 * blocks) {
+                const Terms both = terms_of(pairs[i]);
+                to[0] = both.even, to[blocks] = both.odd;
+            }
+        }
+    }
+}
+
+static void dense_tiles(const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, int64_t rows,
+                        int64_t columns, int64_t width) {
+    const DenseWeight weight = {w, columns, width, ceil_div(columns, LANES), ceil_div(width, DenseWeight::COLUMNS)};
+    const int64_t ld = weight.steps * weight.COLUMNS;
+    many(weight, padded<uint16_t, float>(x, rows, width, ld), ld, rows, Output{y, bias, columns, false});
+}
 #endif
 
 // Rows of x. Fewer do not pay for it (measured), and more at once would take memory.
-constexpr int64_t LEAST_LAID_OUT = 24, MOST_LAID_OUT = 512;
+constexpr int64_t LEAST_LAID_OUT = BF16_DOT ? 24 : 64, MOST_LAID_OUT = 512;
 
 // `dense` of dense.h, by tiles where that takes less time: they add the terms of a sum in another order.
 static void dense_product(const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, int64_t rows,
                           int64_t columns, int64_t width) {
-#if BF16_DOT && !AMX
-    if (rows >= LEAST_LAID_OUT && width % (2 * LANES) == 0) {
+#if !AMX
+    if (rows >= LEAST_LAID_OUT && (!BF16_DOT || width % (2 * LANES) == 0)) {
         for (int64_t row = 0; row < rows; row += MOST_LAID_OUT)
             dense_tiles(x + row * width, w, bias, y + row * columns, std::min(MOST_LAID_OUT, rows - row), columns,
                         width);

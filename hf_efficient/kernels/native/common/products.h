@@ -30,18 +30,26 @@ static INLINE void for_blocks(const W *w, int count, int step, F body, bool side
     });
 }
 
+constexpr int64_t ALONE = 1 << 14;  // with fewer numbers one thread reads them faster than several
+
 // Rows of x as To with `width` columns, zeros at the end.
 template <class From, class To> static To *padded(const From *x, int64_t rows, int64_t columns, int64_t width) {
     static thread_local Buffer inputs;
-    To *copy = inputs.get<To>(rows * width);
-    for (int64_t row = 0; row < rows; row++, x += columns, copy += width) {
-        int64_t i = 0;
-        if constexpr (sizeof(From) == sizeof(To)) memcpy(copy, x, columns * sizeof(To)), i = columns;
-        else {
-            for (; i + LANES <= columns; i += LANES) *(Floats *)(copy + i) = widen(*(const Halves *)(x + i));
-            for (; i < columns; i++) copy[i] = bfloat16_value(x[i]);
+    To *const all = inputs.get<To>(rows * width);
+    auto some = [=](int64_t row, int64_t end) {
+        for (; row < end; row++) {
+            const From *from = x + row * columns;
+            To *copy = all + row * width;
+            int64_t i = 0;
+            if constexpr (sizeof(From) == sizeof(To)) memcpy(copy, from, columns * sizeof(To)), i = columns;
+            else {
+                for (; i + LANES <= columns; i += LANES) *(Floats *)(copy + i) = widen(*(const Halves *)(from + i));
+                for (; i < columns; i++) copy[i] = bfloat16_value(from[i]);
+            }
+            for (; i < width; i++) copy[i] = 0;
         }
-        for (; i < width; i++) copy[i] = 0;
-    }
-    return copy - rows * width;
+    };
+    if (rows * width < ALONE) some(0, rows);
+    else parallel(rows, some);
+    return all;
 }

@@ -223,9 +223,16 @@ static INLINE Floats look_up_16(Floats table, Words index) {  // of 16 entries
     return {half(index.low), half(index.high)};
 }
 
-// to[i] <- bytes[order[i]] for i < count
+// to[i] <- bytes[order[i]] for i < count, within each 16
 static INLINE void store_ordered(int8_t *to, int64_t count, const int8_t (&bytes)[64], const uint8_t (&order)[64]) {
-    for (int64_t i = 0; i < count; i++) to[i] = bytes[order[i]];
+    alignas(32) int8_t ordered[64];
+    for (int i = 0; i < 64; i += 32) {
+        const __m256i some = _mm256_load_si256((const __m256i *)(bytes + i));
+        const __m256i places = _mm256_load_si256((const __m256i *)(order + i));
+        _mm256_store_si256((__m256i *)(ordered + i), _mm256_shuffle_epi8(some, places));
+    }
+    if (count == 64) memcpy(to, ordered, 64);
+    else memcpy(to, ordered, std::max<int64_t>(count, 0));
 }
 
 // sum + the products of each lane's 4 codes (unsigned, of WIDTH bits) with the 4 signed bytes of x

@@ -174,14 +174,10 @@ static INLINE Floats look_up(Floats table, Words index) {
 
 static INLINE Floats look_up_16(Floats table, Words index) { return look_up(table, index); }
 
-// to[i] <- bytes[order[i]] for i < count
+// to[i] <- bytes[order[i]] for i < count, within each 16
 static INLINE void store_ordered(int8_t *to, int64_t count, const int8_t (&bytes)[64], const uint8_t (&order)[64]) {
-#if defined(__AVX512VBMI__)
-    const __m512i ordered = _mm512_permutexvar_epi8(_mm512_load_si512(order), _mm512_load_si512(bytes));
+    const __m512i ordered = _mm512_shuffle_epi8(_mm512_load_si512(bytes), _mm512_load_si512(order));
     _mm512_mask_storeu_epi8(to, bits_below(count), ordered);
-#else
-    for (int64_t i = 0; i < count; i++) to[i] = bytes[order[i]];
-#endif
 }
 
 // sum + the products of each lane's 4 codes (unsigned, of WIDTH bits) with the 4 signed bytes of x

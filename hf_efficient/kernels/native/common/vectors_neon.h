@@ -201,7 +201,7 @@ static INLINE Floats look_up_16(Floats table, Words index) {  // of 16 entries
     return OF(Floats, offsets, (float32x4_t)vqtbl4q_u8(bytes, (uint8x16_t)offsets));
 }
 
-// to[i] <- bytes[order[i]] for i < count
+// to[i] <- bytes[order[i]] for i < count, within each 16
 static INLINE void store_ordered(int8_t *to, int64_t count, const int8_t (&bytes)[64], const uint8_t (&order)[64]) {
     const uint8x16x4_t table = vld1q_u8_x4((const uint8_t *)bytes);
     for (int i = 0; i < 64; i += 16)

@@ -8,7 +8,6 @@
 #include "output.h"
 
 constexpr int SPAN = 64;        // columns, rounded at once
-constexpr int ALONE = 1 << 14;  // with fewer elements one thread rounds faster than several
 constexpr int BLOCKS_A_UNIT = REGISTERS < 32 ? 1 : 2;
 constexpr int MIDDLE_CODE = 1 << (BITS - 1);
 

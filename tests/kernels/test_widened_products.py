@@ -1,0 +1,80 @@
+"""Products of bfloat16 in float32 against float64, and where they are taken."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hf_efficient.kernels.attention.products import FastAttention
+from hf_efficient.kernels.linear.widened import WidenedProducts, fast_training, widened_products
+from hf_efficient.kernels.native import tiers
+
+
+CPU = torch.device("cpu")
+
+
+def numbers(*shape) -> torch.Tensor:
+    return torch.randn(*shape).bfloat16().requires_grad_()
+
+
+def close(actual, expected):
+    """Sums in float32, rounded once to 8 bits."""
+    assert actual.dtype is torch.bfloat16
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [(5, 24), (2, 7, 24), (24,)])
+def test_linears(shape, has_bias):
+    x, weight, bias = numbers(*shape), numbers(9, 24), numbers(9) if has_bias else None
+    leaves = [tensor for tensor in (x, weight, bias) if tensor is not None]
+    with WidenedProducts():
+        y = F.linear(x, weight, bias=bias)
+    gradient = torch.randn_like(y)
+    doubles = [tensor.detach().double().requires_grad_() for tensor in leaves]
+    expected = F.linear(*doubles)
+    close(y, expected)
+    expected.backward(gradient.double())
+    y.backward(gradient)
+    for own, other in zip(leaves, doubles):
+        close(own.grad, other.grad)
+
+
+def test_what_linears_keep_is_bfloat16():
+    kept = []
+    with WidenedProducts(), torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        F.linear(numbers(5, 24), numbers(9, 24))
+    assert [x.dtype for x in kept] == [torch.bfloat16] * 2
+
+
+def test_matrix_products_and_attention():
+    x, y, q = numbers(2, 5, 24), numbers(2, 24, 3), numbers(1, 4, 6, 16)
+    k, v = numbers(1, 2, 6, 16), numbers(1, 2, 6, 16)
+    options = dict(is_causal=True, enable_gqa=True)
+    with WidenedProducts():
+        products = x @ y, x.matmul(y), torch.bmm(x, y), torch.matmul(x, y)
+        attention = F.scaled_dot_product_attention(q, k, v, **options)
+    for product in products:
+        close(product, x.double() @ y.double())
+    close(attention, F.scaled_dot_product_attention(*(each.double() for each in (q, k, v)), **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes_go_their_way(dtype):
+    x, weight = torch.randn(5, 24).to(dtype), torch.randn(9, 24).to(dtype)
+    with WidenedProducts():
+        assert torch.equal(F.linear(x, weight), F.linear(x, weight)) and F.linear(x, weight).dtype is dtype
+        with pytest.raises(RuntimeError, match="dtype"):
+            F.linear(x, weight.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("features", "has_them"),
+    [("avx2 fma", False), ("avx512f avx512_vnni", False), ("avx512f avx512_bf16", True), ("asimddp bf16", True)],
+)
+def test_cpus(features, has_them, monkeypatch):
+    monkeypatch.setattr(tiers, "cpu_features", lambda: frozenset(features.split()))
+    assert tiers.multiplies_bfloat16() is has_them
+    assert isinstance(widened_products(CPU), WidenedProducts) is not has_them
+    assert [type(mode) for mode in fast_training(CPU)] == [FastAttention if has_them else WidenedProducts]
+    assert not isinstance(widened_products(torch.device("cuda")), WidenedProducts)
+    assert fast_training(torch.device("cuda")) == []
