@@ -53,7 +53,7 @@ ROOMS = {
     "kernels.linear": "kernels kernels.native kernels.replay kernels.efficient_linear",
     "formats": "kernels kernels.linear",
     "layers": "kernels.linear kernels.replay formats",
-    "observers": "",
+    "observers": "kernels",
     "methods": "observers kernels formats",
     "pruning": "observers kernels.linear formats methods",
     "configs": "observers formats methods pruning",
@@ -62,7 +62,7 @@ ROOMS = {
     "cache.bookkeeping": "kernels.attention",
     "cache.eviction": "",
     "cache.stores": "cache.bookkeeping cache.eviction kernels.attention",
-    "generation": "cache cache.bookkeeping kernels.attention generation.speculation generation.replay",
+    "generation": "cache cache.bookkeeping kernels kernels.attention generation.speculation generation.replay",
     "generation.speculation": "",
     # kernels.attention and kernels.linear: the fused operators that captures on a GPU use
     "generation.replay": "cache cache.bookkeeping cache.stores kernels kernels.replay kernels.attention kernels.linear",
@@ -99,7 +99,7 @@ ROOMS = {
     "planning.model_trace evaluation targets integrations",
     "planning.model_report": "layers kernels.attention generation generation.decode integrations",
     "prompts": "",  # works with any model, compressed by this package or not
-    "evaluation": "",
+    "evaluation": "kernels",
     "model_cards": "",
     "cli": "configs evaluation calibration checkpoints checkpoints.export compression planning integrations "
     "integrations.hub integrations.model_card integrations.folder_record integrations.evaluation_card",

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_efficient.kernels.linear.widened import widened_products
+from hf_efficient.kernels.widened_products import widened_products
 from hf_efficient.observers.hooks import replaced_forwards
 from hf_efficient.observers.linear_inputs import LinearInputs
 

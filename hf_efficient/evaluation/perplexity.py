@@ -5,7 +5,7 @@ import math
 import torch
 from transformers.utils import logging
 
-from hf_efficient.kernels.linear.widened import widened_products
+from hf_efficient.kernels.widened_products import widened_products
 
 
 def windows(tokenizer, text: str, count: int, length: int) -> torch.Tensor:

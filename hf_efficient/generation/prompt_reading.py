@@ -12,7 +12,7 @@ from hf_efficient.generation.prompt_beside import prefill_beside
 from hf_efficient.generation.replay.captured_prompt import MOST_ON_DEVICE, together
 from hf_efficient.integrations.transformers_compat import cache_name
 from hf_efficient.integrations.transformers_loop import prefill
-from hf_efficient.kernels.linear.widened import widened_products
+from hf_efficient.kernels.widened_products import widened_products
 
 
 GROUP_TOKENS = 256  # of prompts that a CPU runs together: larger groups take as long a token

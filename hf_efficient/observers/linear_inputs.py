@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from hf_efficient.kernels.native import tiers
+from hf_efficient.kernels.widened_products import multiplies_bfloat16
 
 
 _ROWS_AT_ONCE = 8192  # bounds the float32 copy of the inputs
@@ -159,7 +159,7 @@ class bfloat16_products:
     fast. Exact for matrices that hold bfloat16 values: sums are float32."""
 
     def __init__(self, enabled: bool):
-        self.enabled = enabled and tiers.multiplies_bfloat16()
+        self.enabled = enabled and multiplies_bfloat16()
 
     def __enter__(self):
         self.before = torch.backends.mkldnn.matmul.fp32_precision

@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_efficient.kernels.attention.products import FastAttention
-from hf_efficient.kernels.linear.widened import WidenedProducts, fast_training, widened_products
-from hf_efficient.kernels.native import tiers
+from hf_efficient.kernels.attention.products import FastAttention, fast_training
+from hf_efficient.kernels.widened_products import WidenedProducts, multiplies_bfloat16, widened_products
 
 
 CPU = torch.device("cpu")
@@ -39,23 +38,38 @@ def test_linears(shape, has_bias):
         close(own.grad, other.grad)
 
 
-def test_what_linears_keep_is_bfloat16():
-    kept = []
+def test_what_is_kept_is_bfloat16():
+    kept, q = [], numbers(1, 2, 6, 16)
     with WidenedProducts(), torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         F.linear(numbers(5, 24), numbers(9, 24))
-    assert [x.dtype for x in kept] == [torch.bfloat16] * 2
+        F.scaled_dot_product_attention(q, q, q)
+    assert [x.dtype for x in kept] == [torch.bfloat16] * 5
 
 
-def test_matrix_products_and_attention():
-    x, y, q = numbers(2, 5, 24), numbers(2, 24, 3), numbers(1, 4, 6, 16)
-    k, v = numbers(1, 2, 6, 16), numbers(1, 2, 6, 16)
-    options = dict(is_causal=True, enable_gqa=True)
+def test_matrix_products():
+    x, y = numbers(2, 5, 24), numbers(2, 24, 3)
     with WidenedProducts():
         products = x @ y, x.matmul(y), torch.bmm(x, y), torch.matmul(x, y)
-        attention = F.scaled_dot_product_attention(q, k, v, **options)
     for product in products:
         close(product, x.double() @ y.double())
-    close(attention, F.scaled_dot_product_attention(*(each.double() for each in (q, k, v)), **options))
+
+
+@pytest.mark.parametrize(
+    "options", [dict(is_causal=True), dict(attn_mask=torch.randn(6, 6).bfloat16()), dict(scale=0.5)]
+)
+def test_attention(options):
+    inputs = [numbers(1, heads, 6, 16) for heads in (4, 2, 2)]
+    with WidenedProducts():
+        y = F.scaled_dot_product_attention(*inputs, enable_gqa=True, **options)
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    options = {name: x.double() if name == "attn_mask" else x for name, x in options.items()}
+    expected = F.scaled_dot_product_attention(*doubles, enable_gqa=True, **options)
+    close(y, expected)
+    gradient = torch.randn_like(y)
+    y.backward(gradient)
+    expected.backward(gradient.double())
+    for own, other in zip(inputs, doubles):
+        close(own.grad, other.grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -68,12 +82,13 @@ def test_other_dtypes_go_their_way(dtype):
 
 
 @pytest.mark.parametrize(
-    ("features", "has_them"),
-    [("avx2 fma", False), ("avx512f avx512_vnni", False), ("avx512f avx512_bf16", True), ("asimddp bf16", True)],
+    ("instructions", "has_them"),
+    [("avx2", False), ("avx2 avx512", False), ("avx2 avx512_bf16", True), ("avx2 amx_tile", True)],
 )
-def test_cpus(features, has_them, monkeypatch):
-    monkeypatch.setattr(tiers, "cpu_features", lambda: frozenset(features.split()))
-    assert tiers.multiplies_bfloat16() is has_them
+def test_cpus(instructions, has_them, monkeypatch):
+    for name in ("avx2", "avx512_bf16", "amx_tile"):
+        monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda name=name: name in instructions.split())
+    assert multiplies_bfloat16() is has_them
     assert isinstance(widened_products(CPU), WidenedProducts) is not has_them
     assert [type(mode) for mode in fast_training(CPU)] == [FastAttention if has_them else WidenedProducts]
     assert not isinstance(widened_products(torch.device("cuda")), WidenedProducts)

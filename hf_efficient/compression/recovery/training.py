@@ -18,7 +18,7 @@ from hf_efficient.compression.recovery.plot import plot_training
 from hf_efficient.compression.recovery.progress import Budget, HeldOut, WarmUpQuantization
 from hf_efficient.compression.recovery.quantized_pages import QuantizedPages, check_attention
 from hf_efficient.compression.recovery.trainer import DistillationTrainer
-from hf_efficient.kernels.linear.widened import fast_training
+from hf_efficient.kernels.attention.products import fast_training
 from hf_efficient.kernels.native.heap import freed_memory_kept
 
 

@@ -8,12 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from hf_efficient.kernels.native import tiers
+from hf_efficient.kernels.widened_products import WidenedProducts, multiplies_bfloat16
 
 
 STEP = 128  # queries at once: they leave out most of the keys that they do not see
 SCORES = 1 << 22  # scores at once, at most, however many heads there are
 LEAST = 16  # queries at once, at least
+
+
+def fast_training(device: torch.device) -> list[TorchFunctionMode]:
+    """The modes inside which a model in bfloat16 trains fast on `device`."""
+    if device.type != "cpu":
+        return []
+    return [FastAttention() if multiplies_bfloat16() else WidenedProducts()]
 
 
 class FastAttention(TorchFunctionMode):
@@ -40,7 +47,7 @@ def serves(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **options) -
 
 def has_bfloat16_products() -> bool:
     """Whether torch has oneDNN, and the CPU instructions with which it multiplies bfloat16."""
-    return torch.backends.mkldnn.is_available() and tiers.multiplies_bfloat16()
+    return torch.backends.mkldnn.is_available() and multiplies_bfloat16()
 
 
 class CausalAttention(torch.autograd.Function):

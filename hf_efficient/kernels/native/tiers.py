@@ -63,11 +63,6 @@ def cpu_features() -> frozenset[str]:
     return frozenset(word for line in lines if line.startswith(("flags", "Features")) for word in line.split()[2:])
 
 
-def multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for products of bfloat16, without which torch's are slow."""
-    return not cpu_features().isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
-
-
 def _features_of_macos() -> frozenset[str]:
     command = ["sysctl", "hw.optional.arm"]
     try:
