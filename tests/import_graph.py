@@ -48,7 +48,7 @@ ROOMS = {
     "kernels.efficient_linear": "",
     "kernels": "",
     "kernels.native": "",
-    "kernels.replay": "kernels.native",
+    "kernels.replay": "kernels kernels.native",
     "kernels.attention": "kernels kernels.native kernels.replay kernels.flash_paged",
     "kernels.linear": "kernels kernels.native kernels.replay kernels.efficient_linear",
     "formats": "kernels kernels.linear",

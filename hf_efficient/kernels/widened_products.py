@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 
+_MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 _PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm}
 
 
@@ -22,6 +23,13 @@ def multiplies_bfloat16() -> bool:
 def widened_products(device: torch.device) -> contextlib.AbstractContextManager:
     """Inside, products of bfloat16 on the CPU are those of `WidenedProducts`, if `device` is a CPU that needs it."""
     return WidenedProducts() if device.type == "cpu" and not multiplies_bfloat16() else contextlib.nullcontext()
+
+
+def computed(operator: torch._ops.OpOverload, args: tuple, kwargs: dict):
+    """What `operator` gives, products of bfloat16 matrices on a CPU that needs it by `WidenedProducts`' way."""
+    if operator in _MATRIX_PRODUCTS and not kwargs and _are_bfloat16(args) and not multiplies_bfloat16():
+        return operator(*map(_widened, args)).to(torch.bfloat16)
+    return operator(*args, **kwargs)
 
 
 class WidenedProducts(TorchFunctionMode):

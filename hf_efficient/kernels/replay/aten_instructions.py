@@ -8,6 +8,7 @@ import torch
 from hf_efficient.kernels.native import tiers
 from hf_efficient.kernels.replay.instructions import MOST_DIMS, OPS, TYPES, Instruction, elementwise, operand, sizes
 from hf_efficient.kernels.replay.registry import replays
+from hf_efficient.kernels.widened_products import computed  # noqa: F401  how the recorder runs these ops
 
 
 _UNARY = {

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_efficient.kernels.native.heap import HeapTrimmer
 from hf_efficient.kernels.native.structs import Product
-from hf_efficient.kernels.replay import aten_instructions, fusion, memory  # noqa: F401  registers torch's ops
+from hf_efficient.kernels.replay import aten_instructions, fusion, memory
 from hf_efficient.kernels.replay.cuda_graph import capture_made, is_graph_capturing
 from hf_efficient.kernels.replay.host_reads import HostReads, NotReplayable
 from hf_efficient.kernels.replay.instructions import OPS, Instruction, address, interpreter
@@ -134,7 +134,7 @@ class Capture(TorchDispatchMode):
         key = once_key(func, args)
         if key in self._once:
             return self._once[key][1]
-        result = func(*args, **kwargs)
+        result = aten_instructions.computed(func, args, kwargs)
         tensors = _tensors_of(result)
         self._given |= {address(x): x for x in inputs if address(x) not in self._made}
         if key is not None:

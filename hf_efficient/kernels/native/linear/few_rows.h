@@ -10,10 +10,45 @@ constexpr int ROWS_AT_ONCE = std::min(8, SUMS_AT_ONCE);  // rows of x that share
 // Blocks of W that share one load of x. 32 columns of 3 bits fill the registers.
 constexpr int BLOCKS_AT_ONCE = BITS == 3 || REGISTERS < 32 ? 1 : 2;
 
-// totals[m][b] of BLOCKS neighbouring blocks for M rows of x. T is uint32_t (pairs of bfloat16) or float; ld counts T,
-// sums are [M][ld_sums].
+// Calls body(the number of rows, the first row) for groups of rows that share one decoding.
+template <class F> static INLINE void for_row_groups(int64_t rows, F body) {
+    int64_t row = 0;
+    if (ROWS_AT_ONCE == 8)
+        for (; row + 8 <= rows; row += 8) body(std::integral_constant<int, ROWS_AT_ONCE>(), row);
+    for (; row + 4 <= rows; row += 4) body(std::integral_constant<int, 4>(), row);
+    if (rows - row >= 2) body(std::integral_constant<int, 2>(), row), row += 2;
+    if (rows > row) body(std::integral_constant<int, 1>(), row);
+}
+
+// x [rows, ld] with the numbers of a column side by side for each group of rows: then one register addresses all of
+// them, where compilers load an address for each. T has 4 bytes.
+template <class T> static const T *columns_together(const T *x, int64_t ld, int64_t rows) {
+    static thread_local Buffer buffer;
+    if (rows == 1) return x;
+    T *const all = buffer.get<T>(rows * ld + LANES);
+    for_row_groups(rows, [&](auto count, int64_t row) {
+        constexpr int M = decltype(count)::value;
+        const T *from = x + row * ld;
+        T *to = all + row * ld;
+        if (M == 1) {
+            memcpy(to, from, ld * sizeof(T));
+            return;
+        }
+        for (int64_t k = 0; k < ld; k += LANES) {
+            const int64_t some = std::min<int64_t>(LANES, ld - k);
+            Words square[LANES] = {};
+            for (int m = 0; m < M; m++) square[m] = (Words)load_some((const float *)(from + m * ld + k), some);
+            transpose(square);
+            for (int64_t i = 0; i < some; i++, to += M) store_some((float *)to, M, (Floats)square[i]);
+        }
+    });
+    return all;
+}
+
+// totals[m][b] of BLOCKS neighbouring blocks for M rows of x, which stand as `columns_together` makes them. T is
+// uint32_t (pairs of bfloat16) or float; sums are [M][ld_sums].
 template <int M, int BLOCKS, class T>
-static INLINE void few_rows(const Matrix &w, int64_t block, const T *x, int64_t ld, const float *sums, int64_t ld_sums,
+static INLINE void few_rows(const Matrix &w, int64_t block, const T *x, const float *sums, int64_t ld_sums,
                             Floats (*totals)[BLOCKS]) {
     constexpr bool PAIRED = std::is_same<T, uint32_t>::value;
     constexpr int TERMS = PAIRED ? Codes::PAIRS : Codes::COLUMNS;  // of a line, for one row of x
@@ -26,7 +61,7 @@ static INLINE void few_rows(const Matrix &w, int64_t block, const T *x, int64_t 
     for_segments(w, [&](int64_t segment, int64_t g, int64_t step, int64_t end) __attribute__((always_inline)) {
         Floats sum[M][BLOCKS][CHAINS] = {};
         const uint8_t *line = w.line(block, step);
-        const T *at = x + step * TERMS;
+        const T *at = x + step * TERMS * M;
         auto add = [&](int chain) __attribute__((always_inline)) {
             Codes::As<T> values[BLOCKS];
 #pragma GCC unroll 2
@@ -44,9 +79,9 @@ static INLINE void few_rows(const Matrix &w, int64_t block, const T *x, int64_t 
 #pragma GCC unroll 2
                     for (int b = 0; b < BLOCKS; b++) {
                         Floats &to = sum[m][b][(chain + j) % CHAINS];
-                        to = dot(to, values[b][j], at[m * ld + j]);
+                        to = dot(to, values[b][j], at[j * M + m]);
                     }
-            at += TERMS;
+            at += TERMS * M;
             line += Codes::LINES * 64;
         };
         for (; step + LINES <= end; step += LINES)
@@ -73,19 +108,12 @@ template <int BLOCKS, class T>
 static void few_rows_of_blocks(const Matrix &w, int64_t block, const T *x, int64_t ld, const float *sums,
                                int64_t ld_sums, int64_t rows, const Output &out) {
     Floats totals[ROWS_AT_ONCE][BLOCKS];
-    for (int64_t row = 0; row < rows;) {
-        const int64_t left = rows - row;
-        int count = 1;
-#define CASE(M) count = M, few_rows<M, BLOCKS>(w, block, x + row * ld, ld, sums + row * ld_sums, ld_sums, totals)
-        if (left >= 8 && ROWS_AT_ONCE == 8) CASE(ROWS_AT_ONCE);
-        else if (left >= 4) CASE(4);
-        else if (left >= 2) CASE(2);
-        else CASE(1);
-#undef CASE
-        for (int m = 0; m < count; m++)
+    for_row_groups(rows, [&](auto count, int64_t row) {
+        constexpr int M = decltype(count)::value;
+        few_rows<M, BLOCKS>(w, block, x + row * ld, sums + row * ld_sums, ld_sums, totals);
+        for (int m = 0; m < M; m++)
             for (int b = 0; b < BLOCKS; b++) out.store(row + m, (block + b) * LANES, totals[m][b]);
-        row += count;
-    }
+    });
 }
 
 // The sums of x over each segment: [rows][ld_sums].
@@ -130,6 +158,7 @@ static void few(const Matrix *w, const Output *out, int count, const T *x, int64
     if (std::any_of(w, w + count, [](const Matrix &matrix) { return matrix.has_offsets(); }))
         sum_segments(*w, x, ld, rows, sums, segments);
     if constexpr (!Codes::LOOKS_UP) x = divided(x, rows * ld);
+    x = columns_together(x, ld, rows);
     for_blocks(w, count, BLOCKS_AT_ONCE, [&](int i, int64_t block) {
         if (block + BLOCKS_AT_ONCE <= w[i].blocks)
             few_rows_of_blocks<BLOCKS_AT_ONCE>(w[i], block, x, ld, sums, segments, rows, out[i]);
