@@ -13,8 +13,8 @@ from hf_efficient.calibration.blocks import weight_of, without_cache
 from hf_efficient.experts import expert_weight_names
 from hf_efficient.integrations.transformers_compat import expert_activation
 from hf_efficient.integrations.transformers_releases import post_expert_norm
-from hf_efficient.observers.hooks import replaced_forwards, watching_outputs
 from hf_efficient.kernels.widened_products import widened_products
+from hf_efficient.observers.hooks import replaced_forwards, watching_outputs
 from hf_efficient.observers.linear_inputs import bfloat16_products
 
 
