@@ -76,7 +76,7 @@ static void dense_tiles(const uint16_t *x, const uint16_t *w, const uint16_t *bi
 struct DenseWeight {
     static constexpr int COLUMNS = 2 * LANES;  // of a step
     const uint16_t *w;                         // [rows, columns]
-    int64_t rows, columns, blocks, steps;
+    int64_t rows, columns, blocks, steps;      // columns: an even number
 };
 
 static void dequantize_tile(const DenseWeight &w, int64_t block, int blocks, int64_t first, int64_t last,
