@@ -111,7 +111,8 @@ def _dense(y, x, weight, bias):
         x.dtype not in (torch.bfloat16, torch.float32)
         or any(t.dtype is not x.dtype or not t.is_contiguous() for t in operands)
         or len(x) > _most_dense_rows(x.dtype)
-        or x.dtype is torch.bfloat16 and x.shape[1] % 2  # which are read in pairs
+        or x.dtype is torch.bfloat16
+        and x.shape[1] % 2  # which are read in pairs
         or (bias is not None and bias.shape != weight.shape[:1])
     ):
         return None
