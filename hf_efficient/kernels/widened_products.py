@@ -56,7 +56,9 @@ def _linear(input, weight, bias=None):
 
 
 def _are_bfloat16(tensors) -> bool:
-    return all(x.dtype is torch.bfloat16 and x.device.type == "cpu" for x in tensors)
+    """Subclasses, whose weights may be codes, go their own way."""
+    plain = torch.Tensor, torch.nn.Parameter
+    return all(type(x) in plain and x.dtype is torch.bfloat16 and x.device.type == "cpu" for x in tensors)
 
 
 def _widened(x):
