@@ -7,6 +7,7 @@ from transformers.generation.continuous_batching import continuous_api
 
 from hf_efficient.integrations import transformers_request_checks as request_checks
 from hf_efficient.integrations import transformers_request_options as request_options
+from hf_efficient.integrations import transformers_shared_prefixes as shared_prefixes
 from hf_efficient.integrations import transformers_step_budget as step_budget
 from hf_efficient.kernels.attention import api
 from hf_efficient.kernels.native.openmp import release_threads
@@ -16,12 +17,14 @@ def register() -> None:
     """Idempotent."""
     continuous_api.ContinuousBatchingIOs, continuous_api.ModelRunner = _batched_ios, _batched_runner
     manager = continuous_api.ContinuousBatchingManager
-    request_checks.register(manager, continuous_api.Scheduler)
+    request_checks.register(manager, continuous_api.ContinuousBatchProcessor, continuous_api.Scheduler)
     request_options.register(continuous_api.ContinuousMixin, continuous_api.RequestState)
+    shared_prefixes.register([*continuous_api.SCHEDULER_MAPPING.values()], continuous_api.PagedAttentionCache)
     if not hasattr(manager.__init__, "_hf_efficient"):
         manager.__init__ = _checked_init(manager.__init__)
         manager.switch_to_cb_friendly_attn = _switch_to_ours(manager.switch_to_cb_friendly_attn)
         manager.start = _with_all_threads(manager.start)
+        manager._create_batch_processor = _knowing_the_model(manager._create_batch_processor)
         for scheduler in continuous_api.SCHEDULER_MAPPING.values():
             scheduler.schedule_batch = step_budget.within_budget(scheduler.schedule_batch)
 
@@ -30,10 +33,7 @@ def _batched_ios(cache, config, *args, **kwargs):
     """A `BatchedIOs`, whose file is imported when a batch is first run."""
     from hf_efficient.integrations.transformers_batched_step import BatchedIOs
 
-    ios = BatchedIOs(cache, config, *args, **kwargs)
-    if config._attn_implementation in api.ATTENTION_NAMES:
-        request_checks.limit(cache)
-    return ios
+    return BatchedIOs(cache, config, *args, **kwargs)
 
 
 def _batched_runner(*args, **kwargs):
@@ -70,6 +70,20 @@ def _with_all_threads(original):
         return original(self)
 
     return start
+
+
+def _knowing_the_model(original):
+    """transformers' `_create_batch_processor`, whose cache serves the manager's model as it is."""
+
+    @functools.wraps(original)
+    def _create_batch_processor(self):
+        processor = original(self)
+        if request_options.is_ours(self.model):
+            request_checks.limit(processor.cache, self.model)
+            shared_prefixes.follow(self.model, processor.cache)
+        return processor
+
+    return _create_batch_processor
 
 
 def _switch_to_ours(original):

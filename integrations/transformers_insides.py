@@ -47,8 +47,9 @@ _PAGES, _STEP = "integrations/transformers_quantized_pages.py", "integrations/tr
 _CHECKS, _DRAFTS = "integrations/transformers_request_checks.py", "integrations/transformers_request_drafts.py"
 _MANAGER, _BUDGETS = "integrations/transformers_batching_manager.py", "integrations/transformers_step_budget.py"
 _OPTIONS = "integrations/transformers_request_options.py"
+_PREFIXES = "integrations/transformers_shared_prefixes.py"
 _SERVING, _SERVER = "integrations/transformers_serving.py", "cli.serving.utils"
-_CB = "generation.continuous_batching"
+_CB, _LEDGER = "generation.continuous_batching", "cache_allocators.cache_allocator:BlockLedger.reset"
 
 OF_CONTINUOUS_BATCHING: tuple[Inside, ...] = (
     *of(_BATCHING, "configuration_utils", "PreTrainedConfig._attn_implementation"),
@@ -125,6 +126,22 @@ OF_CONTINUOUS_BATCHING: tuple[Inside, ...] = (
     Inside(f"transformers.{_CB}.continuous_api:OutputRouter.deliver", _SERVING, reads="result_handlers"),
     *of(_SERVING, "generation.configuration_utils", "GenerationConfig._get_default_generation_params"),
     *of(_CHECKS, f"{_CB}.scheduler", "Scheduler.add_waiting_request"),
+    *of(_CHECKS, f"{_CB}.continuous_api", "ContinuousBatchingManager.add_requests", "OutputRouter.fail_and_deliver"),
+    Inside(f"transformers.{_CB}.continuous_api:ContinuousBatchingManager.add_request", _CHECKS, reads="input_queue"),
+    *of(_CHECKS, f"{_CB}.continuous_api", "ContinuousBatchProcessor._handle_request_error"),
+    *of(_MANAGER, f"{_CB}.continuous_api", "ContinuousBatchingManager._create_batch_processor", since="5.19"),
+    *of(_PREFIXES, f"{_CB}.cache", "PagedAttentionCache.mark_complete_blocks", since="5.19"),
+    *of(_PREFIXES, f"{_CB}.cache", "PagedAttentionCache.evict_cached_blocks", since="5.19"),
+    *(
+        Inside(
+            f"transformers.{_CB}.cache_allocators.cache_allocator:BlockLedger.reset",
+            _PREFIXES,
+            reads=name,
+            since="5.19",
+        )
+        for name in ("hash_to_block", "block_to_hash")
+    ),
+    Inside(f"transformers.{_CB}.scheduler:Scheduler.clear_cancelled_requests", _PREFIXES, reads="waiting_requests"),
     Inside(f"transformers.{_CB}.requests:RequestState.__post_init__", _CHECKS, reads="_new_tokens_limit"),
     *of(_CHECKS, f"{_CB}.cache_allocators", "CacheAllocator.needs_new_blocks", since="5.19"),
     *of(_STEP, f"{_CB}.input_outputs", "TMP_TOKEN_ID", "ContinuousBatchingIOs.prepare_batch_tensors"),

@@ -2,27 +2,39 @@
 
 import functools
 import operator
+from contextvars import ContextVar
 
+from transformers.generation.continuous_batching.requests import RequestState
 from transformers.utils import logging
 
+from hf_efficient.generation.model_traits import exact_length, learned_positions
 from hf_efficient.integrations import transformers_request_options as request_options
 
 
 logger = logging.get_logger(__name__)
-_CAPACITY = "_hf_efficient_capacity"  # attribute of a cache: tokens of one request that its pages can hold
+_LONGEST = "_hf_efficient_longest"  # attribute of a cache: tokens that one request may store in it, and why no more
 _UNLIMITED = 1 << 40  # tokens
+_FAILS_ALONE: ContextVar[bool] = ContextVar("fails_alone", default=False)  # see `_failing_alone`
 
 
-def register(manager: type, scheduler: type) -> None:
-    """Adds the checks to transformers' manager and its base class of schedulers. Idempotent."""
+def register(manager: type, processor: type, scheduler: type) -> None:
+    """Adds the checks to transformers' manager, its processor and its base class of schedulers. Idempotent."""
     if not hasattr(manager.add_request, "_hf_efficient"):
         manager.add_request = _checked(manager.add_request)
+        manager.add_requests = _failing_alone(manager.add_requests)
+        processor._handle_request_error = _of_all_answers(processor._handle_request_error)
         scheduler.add_waiting_request = _within_capacity(scheduler.add_waiting_request)
 
 
-def limit(cache) -> None:
-    """Has requests checked against what all pages of `cache` together can hold."""
-    setattr(cache, _CAPACITY, _capacity(cache))
+def limit(cache, model) -> None:
+    """Has requests checked against what all pages of `cache` together can hold, and `model` can read."""
+    limits = [(_capacity(cache), "all pages together hold {}; more pages (num_blocks, max_memory_percent) hold more")]
+    if (positions := learned_positions(model)) is not None:
+        limits.append((positions, "the model has learned {} positions"))
+    if (exact := exact_length(model)) is not None:  # one longer request would change the tokens of all others
+        limits.append((exact, "beyond {} tokens the model's rotary frequencies depend on their number: use generate()"))
+    longest, reason = min(limits)
+    setattr(cache, _LONGEST, (longest, reason.format(longest)))
 
 
 def _checked(original):
@@ -30,14 +42,70 @@ def _checked(original):
     other requests. Only for models whose attention is ours."""
 
     @functools.wraps(original)
-    def add_request(self, input_ids, *args, **kwargs):
-        if request_options.is_ours(self.model):
+    def add_request(self, input_ids, request_id=None, *args, **kwargs):
+        if not request_options.is_ours(self.model):
+            return original(self, input_ids, request_id, *args, **kwargs)
+        try:
             _check_request(input_ids, self.model.get_input_embeddings().num_embeddings, kwargs.get("max_new_tokens"))
+            if request_id is not None and request_id in _requests_of(self):
+                raise ValueError(f"request_id={request_id!r} is that of a request that has not ended")
             kwargs = request_options.checked(self, **kwargs)
-        return original(self, input_ids, *args, **kwargs)
+        except ValueError as error:
+            if not _FAILS_ALONE.get():
+                raise
+            _fail(self, request_id, error)
+            return request_id
+        return original(self, input_ids, request_id, *args, **kwargs)
 
     add_request._hf_efficient = True
     return add_request
+
+
+def _failing_alone(original):
+    """transformers' `add_requests`, in which a request that cannot be run is answered by its error, as those are whose
+    prompts fit no pages. It would leave `generate_batch` without any answer."""
+
+    @functools.wraps(original)
+    def add_requests(self, *args, **kwargs):
+        token = _FAILS_ALONE.set(True)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _FAILS_ALONE.reset(token)
+
+    return add_requests
+
+
+def _requests_of(manager) -> set[str]:
+    """The ids of those that have not ended."""
+    scheduler = getattr(getattr(manager, "batch_processor", None), "scheduler", None)
+    known = [] if scheduler is None else [*scheduler.active_requests, *scheduler.waiting_requests]
+    return {*known, *(state.request_id for state in list(manager.input_queue.queue))}
+
+
+def _fail(manager, request_id: str, error: ValueError) -> None:
+    """Answers a request by `error`."""
+    for name in (request_id, *_further(request_id, manager.num_return_sequences - 1)):
+        manager.output_router.fail_and_deliver(RequestState(request_id=name, initial_tokens=[]), error)
+
+
+def _of_all_answers(original):
+    """transformers' `_handle_request_error`, for all answers that a prompt was to have: `generate_batch` waits for each
+    of them."""
+
+    @functools.wraps(original)
+    def _handle_request_error(self, error, state):
+        original(self, error, state)
+        if request_options.is_ours(self):
+            for name in _further(state.request_id, state.num_children):
+                self.output_router.fail_and_deliver(RequestState(request_id=name, initial_tokens=[]), error)
+
+    return _handle_request_error
+
+
+def _further(request_id: str, answers: int) -> list[str]:
+    """The ids of the answers to a prompt after the first, as transformers makes them."""
+    return [f"{request_id}__child#{number}" for number in range(answers)]
 
 
 def _check_request(input_ids, vocabulary: int, max_new_tokens) -> None:
@@ -52,22 +120,21 @@ def _check_request(input_ids, vocabulary: int, max_new_tokens) -> None:
 
 
 def _within_capacity(original):
-    """transformers' `add_waiting_request`, for caches that know what they hold (see `limit`): a prompt that all pages
-    together could not hold fails, and what is asked for after another ends where the pages do. Both would end the loop.
-    """
+    """transformers' `add_waiting_request`, for caches that know what a request may store (see `limit`): a longer prompt
+    fails, and what is asked for after another ends there. Both would end the loop."""
 
     @functools.wraps(original)
     def add_waiting_request(self, state):
-        holds, prompt = getattr(self.cache, _CAPACITY, None), len(state.initial_tokens)
+        holds, reason = getattr(self.cache, _LONGEST, (None, ""))
         if holds is not None:
+            prompt = len(state.initial_tokens)
+            if state.request_id in self.active_requests or state.request_id in self.waiting_requests:
+                raise ValueError(f"request_id={state.request_id!r} is that of a request that has not ended")
             if prompt > holds:
-                raise ValueError(
-                    f"a prompt of {prompt} tokens does not fit: all pages together hold {holds}; allowed are fewer "
-                    "tokens, or more pages (num_blocks, max_memory_percent)"
-                )
+                raise ValueError(f"a prompt of {prompt} tokens does not fit: {reason}")
             fits = holds + 1 - prompt  # the last new token is not stored
             if state.max_new_tokens is not None and state.max_new_tokens > fits:
-                logger.warning(f"{state.request_id}: {fits} of {state.max_new_tokens} new tokens fit into all pages")
+                logger.warning(f"{state.request_id}: {fits} of {state.max_new_tokens} new tokens fit: {reason}")
             state._new_tokens_limit = min(state._new_tokens_limit, fits)
         return original(self, state)
 

@@ -216,7 +216,7 @@ def checked(manager, tokenizer=None, **options) -> dict:
             "ContinuousBatchingConfig(per_request_processors=True)"
         )
     for name in asked:
-        _check(name, options[name])
+        check(name, options[name])
     if asked and not options.get("do_sample", manager.logit_processor.default_do_sample):
         if warps := [name for name in asked if name != "do_sample"]:
             raise ValueError(f"{warps[0]}={options[warps[0]]} changes nothing without do_sample=True")
@@ -227,7 +227,8 @@ def checked(manager, tokenizer=None, **options) -> dict:
     return options
 
 
-def _check(name: str, value) -> None:
+def check(name: str, value) -> None:
+    """Raises ValueError for a `value` that the option of sampling `name` cannot have."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     is_allowed, allowed = {
         "do_sample": (isinstance(value, bool), "True or False"),

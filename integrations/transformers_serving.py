@@ -6,6 +6,7 @@ attention is ours.
 import asyncio
 import copy
 import functools
+import uuid
 from contextvars import ContextVar
 
 from transformers import GenerationConfig
@@ -23,7 +24,8 @@ FORGOTTEN_AFTER = 60  # seconds: no step takes longer, and after it nothing is d
 _SERVED = {*OF_SAMPLING, STOPS, "max_new_tokens", "eos_token_id", "pad_token_id", "bos_token_id"}
 _SERVED |= {"use_cache", "cache_implementation", "transformers_version"}
 _OPENAI = {"repetition_penalty": "frequency_penalty", "sequence_bias": "logit_bias"}  # names that set it
-_ASKS_TO_SAMPLE = "_hf_efficient_asks_to_sample"  # attribute of a generation config
+_OF_BODY = "_hf_efficient_of_body"  # attribute of a generation config: what it does not hold of its request, by name
+_NEUTRAL = {"n": 1, "best_of": 1, "presence_penalty": 0, "logprobs": False, "top_logprobs": 0, "echo": False}
 _RECEIVE: ContextVar = ContextVar("receive", default=None)  # of the request that is being answered
 
 
@@ -31,7 +33,7 @@ def register() -> None:
     """Puts our methods in the place of the server's. Idempotent."""
     manager, handler = utils.CBGenerateManager, utils.BaseHandler
     if not hasattr(manager.init_cb, "_hf_efficient"):
-        handler._build_generation_config = _noting_what_samples(handler._build_generation_config)
+        handler._build_generation_config = _noting_the_body(handler._build_generation_config)
         manager.init_cb = _for_all_requests(manager.init_cb)
         manager.generate_streaming = _streamed_as_asked(manager.generate_streaming)
         manager.generate_non_streaming = _answered_as_asked(manager.generate_non_streaming)
@@ -39,14 +41,15 @@ def register() -> None:
         server.build_server = _that_sees_clients_leave(server.build_server)
 
 
-def _noting_what_samples(original):
-    """The generation config of a request, with a note whether it names a temperature or `top_p`: transformers samples
-    only where the model's own config says so."""
+def _noting_the_body(original):
+    """The generation config of a request, with what the request names besides: transformers samples only where the
+    model's own config says so, and drops what it cannot do."""
 
     @functools.wraps(original)
     def _build_generation_config(self, body, *args, **kwargs):
         config = original(self, body, *args, **kwargs)
-        setattr(config, _ASKS_TO_SAMPLE, any(body.get(name) is not None for name in ("temperature", "top_p")))
+        given = {name: body.get(name) for name in ("temperature", "top_p", *_NEUTRAL)}
+        setattr(config, _OF_BODY, {name: value for name, value in given.items() if value is not None})
         return config
 
     return _build_generation_config
@@ -74,11 +77,12 @@ def _for_all_requests(original):
 
 def _streamed_as_asked(original):
     @functools.wraps(original)
-    def generate_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
+    def generate_streaming(self, model, processor, inputs, gen_config, request_id, *args, **kwargs):
         if self._cb is None or not request_options.is_ours(self._cb.model):
-            return original(self, model, processor, inputs, gen_config, *args, **kwargs)
+            return original(self, model, processor, inputs, gen_config, request_id, *args, **kwargs)
+        name = _unique(request_id)
         with _Refusals(), request_options.giving(_asked(self._cb.model, gen_config, processor)):
-            queue, streamer = original(self, model, processor, inputs, gen_config, *args, **kwargs)
+            queue, streamer = original(self, model, processor, inputs, gen_config, name, *args, **kwargs)
         streamer.generation_config = gen_config
         return queue, streamer
 
@@ -88,13 +92,14 @@ def _streamed_as_asked(original):
 def _answered_as_asked(original):
     @functools.wraps(original)
     async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
-        arguments = self, model, processor, inputs, gen_config, request_id
+        arguments = self, model, processor, inputs, gen_config
         if self._cb is None or not request_options.is_ours(self._cb.model):
-            return await original(*arguments)
+            return await original(*arguments, request_id)
+        name = _unique(request_id)
         with _Refusals():
             options = _asked(self._cb.model, gen_config, processor)
             with request_options.giving(options):
-                text, prompt_tokens, tokens = await _unless_gone(original(*arguments), self._cb, request_id)
+                text, prompt_tokens, tokens = await _unless_gone(original(*arguments, name), self._cb, name)
         if STOPS in options:
             is_parsed = utils.get_response_template(processor, model) is not None  # with its special tokens
             tokens, begun = cut(tokens, options[STOPS], _tokenizer_of(processor), is_parsed)
@@ -106,19 +111,31 @@ def _answered_as_asked(original):
     return generate_non_streaming
 
 
+def _unique(request_id: str) -> str:
+    """The id of a request in the manager. Clients choose the ones that they are answered with, and may repeat them."""
+    return f"{request_id}#{uuid.uuid4().hex}"
+
+
 def _asked(model, config, processor) -> dict:
     """The options of a request whose generation config the server has made, all of them: nothing is left to the
     manager's.
 
     Raises ValueError for what it asks for in vain.
     """
+    of_body = getattr(config, _OF_BODY)
+    for name, nothing in _NEUTRAL.items():
+        if of_body.get(name, nothing) != nothing:
+            raise ValueError(f"{name}={of_body[name]!r} is not supported in continuous batching: allowed is {nothing}")
     neutral = GenerationConfig._get_default_generation_params()
     for name, value in vars(config).items():
         is_given = value and value != neutral.get(name) and value != getattr(model.generation_config, name, None)
         if is_given and name not in _SERVED and not name.startswith("_"):
             known = f"{_OPENAI[name]} ({name})" if name in _OPENAI else name
             raise ValueError(f"{known} is not supported in continuous batching, and the request asks for it")
-    options = {"do_sample": config.temperature != 0 and bool(getattr(config, _ASKS_TO_SAMPLE) or config.do_sample)}
+    asks_to_sample = "temperature" in of_body or "top_p" in of_body
+    options = {"do_sample": config.temperature != 0 and bool(asks_to_sample or config.do_sample)}
+    if "top_p" in of_body:
+        request_options.check("top_p", config.top_p)
     if options["do_sample"]:
         options |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
         given = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p")}

@@ -26,6 +26,8 @@ _ENCODER_DECODERS = {
     for name in ("t5", "mt5", "bart", "mbart", "marian", "pegasus", "whisper")
 }
 
+_POSITIONS = {"wpe", "embed_positions", "position_embedding", "position_embeddings"}  # names of learned embeddings
+
 
 def decoder_layers(model) -> tuple[str, nn.ModuleList]:
     """The list of the layers of `model`'s decoder, with its name in `model`.
@@ -210,6 +212,14 @@ def exact_length(model) -> int | None:
     if SWITCH_ROPE.get(module) == cls.__name__:
         lengths.append(getattr(model.config, "original_max_position_embeddings", None))
     return min((length for length in lengths if length is not None), default=None)
+
+
+def learned_positions(model) -> int | None:
+    """How many positions the decoder has learned embeddings of; None where it computes positions."""
+    for name, module in decoder_of(model).named_modules():
+        if name.rpartition(".")[2] in _POSITIONS and isinstance(getattr(module, "weight", None), nn.Parameter):
+            return module.weight.shape[0] - getattr(module, "offset", 0)  # OPT's first rows are for padding
+    return None
 
 
 def _defined(model, name: str) -> tuple[type, str | None]:

@@ -2,6 +2,7 @@
 alone, however requests are batched, cut, cancelled or preempted."""
 
 import itertools
+import time
 from unittest import mock
 
 import foreign_layouts
@@ -257,11 +258,12 @@ def answer(manager, prompt):
     return manager.get_result(request, timeout=60).generated_tokens
 
 
-def test_a_model_that_changes_is_captured_anew(forwards):
-    """Weights are replaced between two requests: no forward of the old ones is replayed."""
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_model_that_changes_is_captured_anew(is_shared, forwards):
+    """Weights are replaced between two requests: no forward of the old ones is replayed, and no page is shared."""
     model, other = tiny_model("llama"), tiny_model("llama", seed=1)
     expected = one_by_one(model), one_by_one(other)
-    manager = manager_of(model, allow_block_sharing=False)
+    manager = manager_of(model, allow_block_sharing=is_shared)
     manager.start()
     try:
         first = answer(manager, PROMPTS[0])
@@ -270,6 +272,32 @@ def test_a_model_that_changes_is_captured_anew(forwards):
     finally:
         manager.stop(block=True)
     assert (first, second) == (expected[0][0], expected[1][0])
+
+
+def active(manager) -> list:
+    processor = manager.batch_processor
+    return [] if processor is None else list(processor.scheduler.active_requests.values())
+
+
+def test_requests_that_run_while_the_model_changes_share_no_pages_afterwards(forwards):
+    """Their pages hold tokens of both models."""
+    model, other = tiny_model("llama", eos_token_id=None), tiny_model("llama", seed=1, eos_token_id=None)
+    expected = one_by_one(other)
+    manager = manager_of(model, allow_block_sharing=True)
+    manager.start()
+    try:
+        long = manager.add_request(PROMPTS[0], max_new_tokens=200)
+        while not any(state.generated_tokens for state in active(manager)):
+            time.sleep(0.001)
+        with manager.pause():
+            model.load_state_dict(other.state_dict())
+            assert len(active(manager)) == 1
+        answers = [answer(manager, PROMPTS[1])]  # from here on the old pages are not found
+        manager.cancel_request(long)
+        answers += [answer(manager, PROMPTS[0]), answer(manager, PROMPTS[0])]
+    finally:
+        manager.stop(block=True)
+    assert answers == [expected[1], expected[0], expected[0]]
 
 
 def test_hooks_run(forwards):

@@ -167,6 +167,10 @@ def test_a_prompt_holds_no_stop_string(asked, answers):
         (dict(frequency_penalty=1.0), "frequency_penalty (repetition_penalty) is not supported"),
         (dict(logit_bias={"5": 2}), "logit_bias (sequence_bias) is not supported"),
         (dict(extra_body={"generation_config": '{"min_p": 0.5}'}), "min_p is not supported"),
+        (dict(n=2), "n=2 is not supported in continuous batching: allowed is 1"),
+        (dict(presence_penalty=1.0), "presence_penalty=1.0 is not supported"),
+        (dict(logprobs=True, top_logprobs=2), "logprobs=True is not supported"),
+        (dict(temperature=0.0, top_p=2.0), "top_p=2.0: must be"),
         (dict(temperature=-1.0), "temperature=-1.0: must be a number greater than 0"),
         (dict(temperature=1.0, top_p=2.0), "top_p=2.0: must be"),
         (dict(stop=["a", ""]), "none of them empty"),
@@ -181,6 +185,16 @@ def test_what_is_asked_for_in_vain_is_refused_by_name(asked, answers, options, m
     assert message in str(refused.value.body)
     assert asked.text(PROMPTS[0], frequency_penalty=0.0, logit_bias={})[0] == answers[PROMPTS[0]]
     assert asked.blocks() == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_may_choose_the_same_id(asked, answers, stream):
+    """Each gets its own answer, under the id that it chose."""
+    with ThreadPoolExecutor(4) as clients:
+        same = dict(extra_headers={"x-request-id": "same"}, stream=stream)
+        found = list(clients.map(lambda prompt: asked.text(prompt, **same)[0], PROMPTS))
+    assert found == [answers[prompt] for prompt in PROMPTS]
+    assert asked.chat(PROMPTS[0], extra_headers={"x-request-id": "same"}).id == "same"
 
 
 @pytest.mark.parametrize("stream", [False, True])
