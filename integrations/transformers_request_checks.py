@@ -7,7 +7,6 @@ from contextvars import ContextVar
 from transformers.generation.continuous_batching.requests import RequestState
 from transformers.utils import logging
 
-from hf_efficient.generation.model_traits import exact_length, learned_positions
 from hf_efficient.integrations import transformers_request_options as request_options
 
 
@@ -28,6 +27,8 @@ def register(manager: type, processor: type, scheduler: type) -> None:
 
 def limit(cache, model) -> None:
     """Has requests checked against what all pages of `cache` together can hold, and `model` can read."""
+    from hf_efficient.generation.model_traits import exact_length, learned_positions  # imports much
+
     limits = [(_capacity(cache), "all pages together hold {}; more pages (num_blocks, max_memory_percent) hold more")]
     if (positions := learned_positions(model)) is not None:
         limits.append((positions, "the model has learned {} positions"))

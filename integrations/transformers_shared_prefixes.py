@@ -3,8 +3,6 @@ weights or functions change, new requests do not find them. Only for models whos
 
 import functools
 
-from hf_efficient.generation import model_state
-
 
 _MODEL = "_hf_efficient_model"  # attribute of a cache: whose keys and values it holds
 _VERSION = "_hf_efficient_version"  # attribute of a cache: that model as it was when pages were last looked for
@@ -31,6 +29,8 @@ def _looking_at_the_model(original):
     def schedule_batch(self, *args, **kwargs):
         model = getattr(self.cache, _MODEL, None)
         if model is not None and self.cache.use_prefix_sharing and self.waiting_requests:
+            from hf_efficient.generation import model_state  # which imports much: when a request comes
+
             version, before = model_state.current(model), getattr(self.cache, _VERSION, None)
             setattr(self.cache, _VERSION, version)
             if before not in (None, version):

@@ -109,6 +109,15 @@ def test_another_release_is_refused_on_import(version, tmp_path):
     assert f"does not work with transformers {version}" in result.stderr and compat.RELEASES in result.stderr
 
 
+@pytest.mark.parametrize(
+    "code",
+    ["import hf_efficient; from transformers import pipeline", "from transformers import pipeline; import hf_efficient"],
+)
+def test_imports_in_any_order(code):
+    """transformers imports its modules when a name is first asked for, and ours with them."""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_the_releases_are_those_that_are_installed_and_required():
     compat.check_release()
     (required,) = (line for line in metadata.requires("hf_efficient") if line.startswith("transformers"))
