@@ -112,6 +112,7 @@ OF_CONTINUOUS_BATCHING: tuple[Inside, ...] = (
         _SERVING, _SERVER, "BaseHandler._build_generation_config", "response_events_to_chunks", "get_response_template"
     ),
     *of(_SERVING, "cli.serving.server", "build_server"),
+    *of(_SERVING, "cli.serving.chat_completion", "ChatCompletionHandler.handle_request"),
     *(
         Inside(f"transformers.{_SERVER}:CBStreamer.{method}", _SERVING, reads=name)
         for name, method in {
@@ -126,7 +127,8 @@ OF_CONTINUOUS_BATCHING: tuple[Inside, ...] = (
     Inside(f"transformers.{_CB}.continuous_api:OutputRouter.deliver", _SERVING, reads="result_handlers"),
     *of(_SERVING, "generation.configuration_utils", "GenerationConfig._get_default_generation_params"),
     *of(_CHECKS, f"{_CB}.scheduler", "Scheduler.add_waiting_request"),
-    *of(_CHECKS, f"{_CB}.continuous_api", "ContinuousBatchingManager.add_requests", "OutputRouter.fail_and_deliver"),
+    *of(_CHECKS, f"{_CB}.continuous_api", "ContinuousBatchingManager.add_requests"),
+    *of(_CHECKS, f"{_CB}.continuous_api", "OutputRouter.fail_and_deliver", since="5.17"),
     Inside(f"transformers.{_CB}.continuous_api:ContinuousBatchingManager.add_request", _CHECKS, reads="input_queue"),
     *of(_CHECKS, f"{_CB}.continuous_api", "ContinuousBatchProcessor._handle_request_error"),
     *of(_MANAGER, f"{_CB}.continuous_api", "ContinuousBatchingManager._create_batch_processor", since="5.19"),

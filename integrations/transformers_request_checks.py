@@ -48,6 +48,8 @@ def _checked(original):
             return original(self, input_ids, request_id, *args, **kwargs)
         try:
             _check_request(input_ids, self.model.get_input_embeddings().num_embeddings, kwargs.get("max_new_tokens"))
+            if (processor := getattr(self, "batch_processor", None)) is not None:
+                _check_length(processor.cache, len(input_ids))
             if request_id is not None and request_id in _requests_of(self):
                 raise ValueError(f"request_id={request_id!r} is that of a request that has not ended")
             kwargs = request_options.checked(self, **kwargs)
@@ -128,18 +130,23 @@ def _within_capacity(original):
     def add_waiting_request(self, state):
         holds, reason = getattr(self.cache, _LONGEST, (None, ""))
         if holds is not None:
-            prompt = len(state.initial_tokens)
             if state.request_id in self.active_requests or state.request_id in self.waiting_requests:
                 raise ValueError(f"request_id={state.request_id!r} is that of a request that has not ended")
-            if prompt > holds:
-                raise ValueError(f"a prompt of {prompt} tokens does not fit: {reason}")
-            fits = holds + 1 - prompt  # the last new token is not stored
+            _check_length(self.cache, len(state.initial_tokens))
+            fits = holds + 1 - len(state.initial_tokens)  # the last new token is not stored
             if state.max_new_tokens is not None and state.max_new_tokens > fits:
                 logger.warning(f"{state.request_id}: {fits} of {state.max_new_tokens} new tokens fit: {reason}")
             state._new_tokens_limit = min(state._new_tokens_limit, fits)
         return original(self, state)
 
     return add_waiting_request
+
+
+def _check_length(cache, prompt: int) -> None:
+    """Raises ValueError for a prompt of so many tokens that `cache` says are too many (see `limit`)."""
+    holds, reason = getattr(cache, _LONGEST, (prompt, ""))
+    if prompt > holds:
+        raise ValueError(f"a prompt of {prompt} tokens does not fit: {reason}")
 
 
 def _capacity(cache) -> int:

@@ -1,6 +1,6 @@
 """`transformers serve --continuous-batching`: each request is answered as it asks, and a client that leaves frees its
 pages at once. transformers' server makes one manager with what the first request asks for. Only for models whose
-attention is ours.
+attention is ours; but a request that makes no sense is answered with status 400 for all, where transformers gives 500.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import uuid
 from contextvars import ContextVar
 
 from transformers import GenerationConfig
-from transformers.cli.serving import server, utils
+from transformers.cli.serving import chat_completion, server, utils
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from hf_efficient.generation.stop_strings import CutText, StopStrings, cut
@@ -26,6 +26,7 @@ _SERVED |= {"use_cache", "cache_implementation", "transformers_version"}
 _OPENAI = {"repetition_penalty": "frequency_penalty", "sequence_bias": "logit_bias"}  # names that set it
 _OF_BODY = "_hf_efficient_of_body"  # attribute of a generation config: what it does not hold of its request, by name
 _NEUTRAL = {"n": 1, "best_of": 1, "presence_penalty": 0, "logprobs": False, "top_logprobs": 0, "echo": False}
+_NEUTRAL |= {"response_format": {"type": "text"}}
 _RECEIVE: ContextVar = ContextVar("receive", default=None)  # of the request that is being answered
 
 
@@ -38,7 +39,10 @@ def register() -> None:
         manager.generate_streaming = _streamed_as_asked(manager.generate_streaming)
         manager.generate_non_streaming = _answered_as_asked(manager.generate_non_streaming)
         utils.CBStreamer = _CutStreamer
-        server.build_server = _that_sees_clients_leave(server.build_server)
+        chat_completion.ChatCompletionHandler.handle_request = _with_checked_messages(
+            chat_completion.ChatCompletionHandler.handle_request
+        )
+        server.build_server = _for_all_clients(server.build_server)
 
 
 def _noting_the_body(original):
@@ -47,7 +51,10 @@ def _noting_the_body(original):
 
     @functools.wraps(original)
     def _build_generation_config(self, body, *args, **kwargs):
-        config = original(self, body, *args, **kwargs)
+        try:
+            config = original(self, body, *args, **kwargs)
+        except TypeError as error:
+            raise ValueError(f"an option has a value of a wrong type: {error}") from error
         given = {name: body.get(name) for name in ("temperature", "top_p", *_NEUTRAL)}
         setattr(config, _OF_BODY, {name: value for name, value in given.items() if value is not None})
         return config
@@ -237,14 +244,42 @@ async def _disconnected(receive) -> None:
         pass
 
 
-def _that_sees_clients_leave(original):
+def _with_checked_messages(original):
+    """The `handle_request` of chats. Raises ValueError for messages that no chat template could read."""
+
+    @functools.wraps(original)
+    async def handle_request(self, body, request_id):
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise ValueError(f"messages={messages!r}: must be a list of at least one message")
+        for message in messages:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise ValueError(f"messages holds {message!r}: a message is an object with a role")
+        return await original(self, body, request_id)
+
+    return handle_request
+
+
+def _for_all_clients(original):
+    """transformers' `build_server`, which sees clients leave, and tells them what they asked wrongly."""
+
     @functools.wraps(original)
     def build_server(*args, **kwargs):
+        import jinja2  # as chat templates need it
+
         app = original(*args, **kwargs)
         app.add_middleware(_Receiving)
+        for error in (ValueError, jinja2.TemplateError):
+            app.add_exception_handler(error, _refuse)
         return app
 
     return build_server
+
+
+async def _refuse(request, error):
+    from fastapi.responses import JSONResponse
+
+    return JSONResponse({"detail": str(error)}, status_code=400)
 
 
 class _Receiving:

@@ -187,6 +187,34 @@ def test_what_is_asked_for_in_vain_is_refused_by_name(asked, answers, options, m
     assert asked.blocks() == 0
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": []}, "messages=[]: must be a list of at least one message"),
+        ({"messages": None}, "messages=None"),
+        ({"messages": ["hello"]}, "messages holds 'hello': a message is an object with a role"),
+        ({"messages": [{"content": "a"}]}, "an object with a role"),
+        ({"temperature": "hot"}, "could not convert string to float: 'hot'"),
+        ({"max_tokens": "x"}, "'x'"),
+        ({"generation_config": {}}, "an option has a value of a wrong type"),
+        ({"generation_config": "no JSON"}, "Expecting value"),
+        ({"response_format": {"type": "json_object"}}, "response_format={'type': 'json_object'} is not supported"),
+        (
+            {"messages": [{"role": "user", "content": "a" * 2**15}]},
+            "32768 tokens does not fit: all pages together hold",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_body_that_makes_no_sense_is_refused(asked, body, message, stream):
+    import requests
+
+    body = {"model": asked.model, "messages": [{"role": "user", "content": "a"}], "stream": stream} | body
+    answer = requests.post(f"{asked.client.base_url}chat/completions", json=body, timeout=30)
+    assert (answer.status_code, message in answer.json()["detail"]) == (400, True), answer.text
+    assert asked.blocks() == 0
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_clients_may_choose_the_same_id(asked, answers, stream):
     """Each gets its own answer, under the id that it chose."""

@@ -111,7 +111,10 @@ def test_another_release_is_refused_on_import(version, tmp_path):
 
 @pytest.mark.parametrize(
     "code",
-    ["import hf_efficient; from transformers import pipeline", "from transformers import pipeline; import hf_efficient"],
+    [
+        "import hf_efficient; from transformers import pipeline",
+        "from transformers import pipeline; import hf_efficient",
+    ],
 )
 def test_imports_in_any_order(code):
     """transformers imports its modules when a name is first asked for, and ours with them."""
