@@ -131,9 +131,9 @@ OF_CONTINUOUS_BATCHING: tuple[Inside, ...] = (
     *of(_CHECKS, f"{_CB}.continuous_api", "OutputRouter.fail_and_deliver", since="5.17"),
     Inside(f"transformers.{_CB}.continuous_api:ContinuousBatchingManager.add_request", _CHECKS, reads="input_queue"),
     *of(_CHECKS, f"{_CB}.continuous_api", "ContinuousBatchProcessor._handle_request_error"),
-    *of(_MANAGER, f"{_CB}.continuous_api", "ContinuousBatchingManager._create_batch_processor", since="5.19"),
-    *of(_PREFIXES, f"{_CB}.cache", "PagedAttentionCache.mark_complete_blocks", since="5.19"),
-    *of(_PREFIXES, f"{_CB}.cache", "PagedAttentionCache.evict_cached_blocks", since="5.19"),
+    *of(_MANAGER, f"{_CB}.continuous_api", "ContinuousBatchingManager._create_batch_processor"),
+    *of(_PREFIXES, f"{_CB}.cache", "PagedAttentionCache.mark_complete_blocks", since="5.18"),
+    *of(_PREFIXES, f"{_CB}.cache", "PagedAttentionCache.evict_cached_blocks", since="5.18"),
     *(
         Inside(
             f"transformers.{_CB}.cache_allocators.cache_allocator:BlockLedger.reset",
