@@ -18,7 +18,7 @@ KEYS = {  # of each object in a list
     "parameters": "all of them",
     "active_parameters": "that each token is multiplied with, or null",
     "checkpoint_bytes": "on disk",
-    "weight_bytes": "in memory",
+    "weight_bytes": "in memory, of the device or else of this machine",
     "kv_cache_bytes": "at the end, or null",
     "kv_token_bytes": "of one token of one sequence, or null",
     "activation_bytes": "at once beside weights and cache, or null",
@@ -113,7 +113,9 @@ def table(estimates: list, names: list[str]) -> str:
         "",
         "Sizes and FLOPs are computed from the config; MB are 10^6 bytes.",
     ]
-    if first.device is not None:
+    if first.device is None:
+        lines.append("Sizes in memory are those on this machine: give --device to see another's.")
+    else:
         lines.append(
             f"Times are a roofline of {first.device.name} ({first.device.bandwidth / 1e9:,.0f} GB/s; "
             + ", ".join(f"{name} {rate / 1e12:,.4g}" for name, rate in first.device.operations.items())

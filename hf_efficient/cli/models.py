@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from hf_efficient.cli.path_checks import check_path
+from hf_efficient.cli.path_checks import check_path, is_there
 
 
 def check_model(option: str, given: str, causal: bool = False):
@@ -96,7 +96,8 @@ def check_tokenizer(option: str, given: str):
     try:
         return AutoTokenizer.from_pretrained(given)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{option} {given} has no tokenizer that can be loaded, and text needs one") from error
+        hint = ": save the tokenizer there, too" if is_there(given, Path.is_dir) else ""
+        raise ValueError(f"{option} {given} has no tokenizer that can be loaded, and text needs one{hint}") from error
 
 
 def find_tokenizer(name: str):

@@ -3,7 +3,9 @@
 import argparse
 import json
 import shlex
+import socket
 from collections.abc import Callable
+from pathlib import Path
 
 
 PAGE = 256  # tokens of a block, unless transformers is told otherwise
@@ -45,37 +47,31 @@ def run(options: argparse.Namespace) -> Callable[[], int | None]:
     """The server, to be called in this process. Prints its address, what it will take, and how to ask it.
 
     Raises:
-        ValueError: for a model that does not fit into memory, with the plan; for arguments that are not allowed; with
-            transformers 5.16, and before 5.19 with any option from `--kv-format` on.
+        ValueError: for a model that does not fit into memory, with the plan, or that is not whole or has no tokenizer;
+            for a port in use; for arguments that are not allowed; with transformers 5.16, and before 5.19 with any
+            option from `--kv-format` on.
         ImportError: without what `transformers serve` needs.
     """
-    import hf_efficient
     from hf_efficient.cli import exec as program
-    from hf_efficient.cli.path_checks import check_path
+    from hf_efficient.cli.models import check_model, check_tokenizer
     from hf_efficient.integrations import transformers_paged_formats
 
-    check_path("model", options.model)
+    models = [(options.model, check_model("model", options.model), options.kv_format)]
     if options.draft_model is not None:
-        check_path("--draft-model", options.draft_model)
+        models.append((options.draft_model, check_model("--draft-model", options.draft_model), "auto"))
     for name in ("sequences", "context"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} {getattr(options, name)}: must be at least 1")
     if not 0 < options.port < 1 << 16:
         raise ValueError(f"--port {options.port}: must be 1 to 65535")
     _check_installed()
+    check_tokenizer("model", options.model)
+    _check_address(options.host, options.port)
     served_with = _checked_options(options)
     blocks = options.sequences * -(-options.context // PAGE)
-    plans = [
-        hf_efficient.estimate(
-            model, batch_size=options.sequences, prompt_tokens=max(1, options.context - 1), new_tokens=1,
-            kv_format=kv_format,
-        )
-        for model, kv_format in ((options.model, options.kv_format), (options.draft_model, "auto"))
-        if model is not None
-    ]  # fmt: skip
-    pages = [plan.kv_token_bytes for plan in plans]
+    weights, pages = zip(*(_sizes(options, *each) for each in models))
     cache = None if None in pages else int(sum(pages) * blocks * PAGE)
-    print(_checked_plan(options, sum(plan.weight_bytes for plan in plans), cache), flush=True)
+    print(_checked_plan(options, None if None in weights else sum(weights), cache), flush=True)
     if options.draft_model is not None:
         served_with["assistant_model"] = _draft_model(options)
     transformers_paged_formats.served_with = served_with
@@ -93,6 +89,39 @@ def _check_installed() -> None:
     needs("5.17", "serve")  # whose server takes the attention of others
     if not is_serve_available():
         raise ImportError("serve needs what `transformers serve` does: pip install 'transformers[serving]'")
+
+
+def _check_address(host: str, port: int) -> None:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ValueError(f"--host {host}: {error.strerror}") from None
+    with socket.socket(family, kind, protocol) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+        try:
+            tried.bind(address)
+        except OSError as error:
+            raise ValueError(f"--port {port} of {host}: {error.strerror}; give another --port") from None
+
+
+def _sizes(options: argparse.Namespace, model: str, config, kv_format: str) -> tuple[int | None, float | None]:
+    """(bytes of the weights of `model`, of a token in its pages); None where nobody knows. Weights that another package
+    compressed count as large as their files."""
+    import hf_efficient
+    from hf_efficient.cli.models import saved_quantization
+    from hf_efficient.integrations import model_card
+
+    saved = saved_quantization(config)
+    is_foreign = saved is not None and saved.get("quant_method") not in model_card.CONFIGS
+    if is_foreign:
+        del config.quantization_config
+    plan = hf_efficient.estimate(
+        config if is_foreign else model, batch_size=options.sequences, prompt_tokens=max(1, options.context - 1),
+        new_tokens=1, kv_format=kv_format,
+    )  # fmt: skip
+    if not is_foreign:
+        return plan.weight_bytes, plan.kv_token_bytes
+    return sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) or None, plan.kv_token_bytes
 
 
 def _checked_options(options: argparse.Namespace) -> dict:
@@ -135,7 +164,7 @@ def _draft_model(options: argparse.Namespace):
     return AutoModelForCausalLM.from_pretrained(options.draft_model, attn_implementation="flash_paged", dtype="auto")
 
 
-def _checked_plan(options: argparse.Namespace, weights: int, cache: int | None) -> str:
+def _checked_plan(options: argparse.Namespace, weights: int | None, cache: int | None) -> str:
     import torch
 
     from hf_efficient.evaluation.devices import free_memory
@@ -143,13 +172,11 @@ def _checked_plan(options: argparse.Namespace, weights: int, cache: int | None) 
     where = "cuda" if torch.cuda.is_available() else "cpu"
     free = free_memory(torch.device(where))
     url = f"http://{options.host}:{options.port}"
-    total = weights + (cache or 0)
-    pages = "unknown" if cache is None else _gigabytes(cache)
+    total = (weights or 0) + (cache or 0)
     drafts = "" if options.draft_model is None else ", both with the draft model's"
     plan = (
-        f"weights {_gigabytes(weights)}, pages for {options.sequences} sequences of {options.context} tokens {pages}"
-        f"{drafts}; "
-        f"{_gigabytes(free)} are free on the {where}"
+        f"weights {_gigabytes(weights)}, pages for {options.sequences} sequences of {options.context} tokens "
+        f"{_gigabytes(cache)}{drafts}; {_gigabytes(free)} are free on the {where}"
     )
     if total > free:
         raise ValueError(
@@ -161,5 +188,5 @@ def _checked_plan(options: argparse.Namespace, weights: int, cache: int | None) 
     return f"{url}  {plan}\n{shlex.join(words)}"
 
 
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.2f} GB"
+def _gigabytes(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / 1e9:.2f} GB"

@@ -37,7 +37,7 @@ class Estimate:
     parameters: int
     active_parameters: int | None  # that each token is multiplied with: of experts the chosen ones, no input embedding
     checkpoint_bytes: int  # of the tensors on disk
-    weight_bytes: int  # in the layouts of this machine's CPU or of the Triton kernels; without a device as on disk
+    weight_bytes: int  # in the layouts of this machine's CPU or of the Triton kernels; without a device of this machine
     kv_cache_bytes: int | None  # the most that `PagedCache` allocates, or what transformers' cache holds at the end
     kv_token_bytes: float | None  # of one token of one sequence in all layers, scales included
     activation_bytes: int | None  # the most that the prefill allocates at once beside weights and cache
@@ -104,7 +104,8 @@ def estimate(
         batch_size, prompt_tokens, new_tokens: sequences, tokens of each one's prompt, and tokens generated for each.
         kv_format, block_size: of the `PagedCache`.
         dtype: "bfloat16", "float16" or "float32"; None for that of the config.
-        device: a name of `hf_efficient.evaluation.devices.DEVICES`, "measured" for this machine, a `Device`, or None.
+        device: a name of `hf_efficient.evaluation.devices.DEVICES`, "measured" for this machine, a `Device`, or None:
+            sizes are those on this machine, and no times are told.
         memory: of the device, in place of the table's: bytes, or "24GB".
         price_per_hour: of the device, in any currency.
 
@@ -138,7 +139,8 @@ def estimate(
     if getattr(quantization or saved, "mixed_precision", False):
         notes.append("mixed_precision: every layer is taken to have the average number of bits")
     dtype = _dtype(dtype, config, notes)
-    built = MetaModel(config, dtype, quantization or saved, saved is None, device and device.kind)
+    kind = device.kind if device else "accelerator" if torch.cuda.is_available() else "cpu"
+    built = MetaModel(config, dtype, quantization or saved, saved is None, kind)
     lengths = Lengths(batch_size, prompt_tokens, new_tokens)
     costs, bounds = forward_costs(built, lengths, kv_format, block_size, notes), {}
     if costs.prefill is not None and device is not None:

@@ -33,7 +33,7 @@ class MetaModel:
         dtype: torch.dtype,
         quantization: CompressionConfig | None,
         check_names: bool,
-        kind: str | None,
+        kind: str,
     ):
         self.config, self.dtype, self.on_cpu = config, dtype, kind == "cpu"
         self.module = build(config, dtype, ATTENTION)

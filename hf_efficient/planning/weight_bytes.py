@@ -19,15 +19,14 @@ def checkpoint_bytes(model: nn.Module) -> int:
     return sum(tensors.values())
 
 
-def bytes_by_module(model: nn.Module, kind: str | None) -> dict[nn.Module, dict]:
+def bytes_by_module(model: nn.Module, kind: str) -> dict[nn.Module, dict]:
     """Module -> {allocation: bytes} of its own parameters and buffers in memory. kind: compressed weights are counted
-    in the layouts of this machine's CPU for "cpu", in those of the Triton kernels for "accelerator", as in the
-    checkpoint for None."""
+    in the layouts of this machine's CPU for "cpu", in those of the Triton kernels for "accelerator"."""
     found, layouts = {}, {}
     for module in model.modules():
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         found[module] = {t.untyped_storage()._cdata: t.nbytes for t in tensors}
-        if kind is not None and isinstance(module, CompressedModule):
+        if isinstance(module, CompressedModule):
             dtype = next(p.dtype for p in module.parameters(recurse=False) if p.shape == PLACEHOLDER_SHAPE)
             # of an embedding: whether an output embedding is multiplied with it
             multiplied = module.is_multiplied if isinstance(module, EfficientEmbedding) else None

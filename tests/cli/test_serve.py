@@ -1,15 +1,19 @@
 """`hf-efficient serve`: what it hands to transformers, and what it refuses before anything is loaded."""
 
+import json
 import re
+import shutil
+import socket
 
 import pytest
 import torch
 from helpers import needs_transformers, save_tiny
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import import_utils
 
 from hf_efficient.cli import exec as program
-from hf_efficient.cli import main
+from hf_efficient.cli import main, serve
 from hf_efficient.integrations import transformers_paged_formats
 
 
@@ -21,9 +25,14 @@ def folder(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("serve") / "tiny", max_position_embeddings=512)
 
 
+CHECK_ADDRESS = serve._check_address
+
+
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
+    """What a server needs is there, and no other one listens."""
     monkeypatch.setattr(import_utils, "is_serve_available", lambda: True)
+    monkeypatch.setattr(serve, "_check_address", lambda host, port: None)
 
 
 @pytest.fixture
@@ -109,12 +118,46 @@ def test_what_does_not_fit_is_refused_with_the_plan(folder, started, capsys, mon
         (["--port", "70000"], "--port 70000: must be 1 to 65535"),
         (["--prompt-lookup", "0"], "--prompt-lookup 0: must be an integer of at least 1"),
         (["--max-ms-between-tokens", "-5"], "--max-ms-between-tokens -5.0: must be a number greater than 0"),
-        (["--draft-model", "no/folder/here/at/all"], "no/folder/here/at/all: no file, no folder"),
+        (["--draft-model", "no/folder/here/at/all"], "--draft-model no/folder/here/at/all: there is no such"),
+        (["--host", "no host"], "--host no host: "),
     ],
 )
-def test_bad_options(folder, started, words, message, capsys):
+def test_bad_options(folder, started, words, message, capsys, monkeypatch):
+    monkeypatch.setattr(serve, "_check_address", CHECK_ADDRESS)
     assert main(["serve", str(folder), *words]) == 1
     assert message in capsys.readouterr().err and not started
+
+
+def test_a_port_in_use(folder, started, capsys, monkeypatch):
+    monkeypatch.setattr(serve, "_check_address", CHECK_ADDRESS)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["serve", str(folder), "--host", "127.0.0.1", "--port", str(port)]) == 1
+    printed = capsys.readouterr()
+    assert f"--port {port} of 127.0.0.1: Address already in use; give another --port" in printed.err
+    assert not printed.out and not started
+
+
+def test_a_model_without_a_tokenizer(folder, started, capsys, tmp_path):
+    """The address and a traceback were printed."""
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(folder / name, tmp_path)
+    assert main(["serve", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert (
+        f"{tmp_path} has no tokenizer that can be loaded" in printed.err and "save the tokenizer there" in printed.err
+    )
+    assert not printed.out and not started
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors"])
+def test_a_checkpoint_of_another_package_counts_as_large_as_its_files(method, folder, started, capsys, tmp_path):
+    shutil.copytree(folder, tmp_path / "other")
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": method}}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    save_file({"a": torch.zeros(70_000_000, dtype=torch.uint8)}, tmp_path / "other" / "more.safetensors")
+    assert main(["serve", str(tmp_path / "other")]) == 0
+    assert "weights 0.07 GB, pages for 16 sequences of 2048 tokens 0." in capsys.readouterr().out and started
 
 
 def test_a_missing_package_is_named(folder, started, capsys, monkeypatch):

@@ -1,8 +1,10 @@
 """What `estimate` takes, and what it refuses with which words."""
 
 import pytest
+import torch
 
 import hf_efficient
+from hf_efficient.evaluation.devices import Device
 
 
 INT4 = hf_efficient.WeightOnlyConfig(bits=4, group_size=32)
@@ -53,6 +55,17 @@ def test_only_the_config_is_needed_in_whatever_form(llama, tmp_path):
     first, *others = (hf_efficient.estimate(form, INT4) for form in forms)
     assert all(other == first for other in others)
     assert config.to_dict() == before, "the caller's config stays as it is"
+
+
+@pytest.mark.parametrize("bits", [6, 8])
+def test_without_a_device_sizes_are_of_this_machine(bits, llama):
+    """They were those on disk, and 6 bits are 8 in memory."""
+    config = hf_efficient.WeightOnlyConfig(bits=bits, group_size=32, method="rtn")
+    kind = "accelerator" if torch.cuda.is_available() else "cpu"
+    here = Device("here", kind, 10**9, 1e10, {"float32": 1e11}, "made up")
+    found = hf_efficient.estimate(llama.config, config)
+    assert found.weight_bytes == hf_efficient.estimate(llama.config, config, device=here).weight_bytes
+    assert found.prefill_bound is None and (bits == 8 or found.weight_bytes > 1.05 * found.checkpoint_bytes)
 
 
 def test_a_compressed_checkpoint_takes_no_second_config(llama):
