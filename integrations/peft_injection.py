@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 
-from peft import LNTuningConfig, LoraConfig
+from peft import LNTuningConfig, LoraConfig, PeftModel
 from peft.tuners.lora import layer as lora
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
@@ -21,6 +21,7 @@ from hf_efficient.dense_layers import dense_embedding, dense_linear
 from hf_efficient.embeddings import EfficientEmbedding, TiedEmbedding, TiedLinear
 from hf_efficient.experts import EfficientExperts, decompress_experts
 from hf_efficient.integrations.peft_weights import AdaptedLinear, DenseWeight, FrozenWeightError
+from hf_efficient.integrations.transformers_layers import keep_unfused
 from hf_efficient.layers import CompressedModule, EfficientLinear
 
 
@@ -37,6 +38,7 @@ def register() -> None:
     if hasattr(BaseTuner, "_serves_hf_efficient"):
         return
     BaseTuner._serves_hf_efficient = True
+    PeftModel.__init__ = _unfused(PeftModel.__init__)
     BaseTuner.__init__ = _with_readable_weights(BaseTuner.__init__)
     BaseTuner.inject_adapter = _injecting(BaseTuner.inject_adapter)
     BaseTuner.merge_adapter = _merging(BaseTuner.merge_adapter)
@@ -77,6 +79,15 @@ def _with_readable_weights(original):
     return __init__
 
 
+def _unfused(original):
+    @functools.wraps(original)
+    def __init__(self, model, *args, **kwargs):
+        original(self, model, *args, **kwargs)
+        keep_unfused(model)  # prompts are not injected
+
+    return __init__
+
+
 def _injecting(original):
     @functools.wraps(original)
     def inject_adapter(self, model, adapter_name, *args, **kwargs):
@@ -90,7 +101,8 @@ def _injecting(original):
         self._create_and_replace = functools.partial(_create_and_replace, self._create_and_replace)
         try:
             with _readable(model):
-                return original(self, model, adapter_name, *args, **kwargs)
+                original(self, model, adapter_name, *args, **kwargs)
+            keep_unfused(model)
         finally:
             del self._check_target_module_exists, self._create_and_replace
 

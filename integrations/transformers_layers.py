@@ -1,6 +1,6 @@
 """Layers of transformers' models that are not read as their class says."""
 
-from importlib.util import find_spec
+from torch import nn
 
 
 # class of a module -> its linear layers that are read so, where the forward does not run on the meta device
@@ -11,7 +11,7 @@ READ_OUTSIDE_FORWARD = {
     "RwkvFeedForward": ("value",),
     "RwkvSelfAttention": ("output",),
 }
-# those that the fused kernels of the package mamba_ssm read in training, where it is installed
+# those that fused kernels (of the package mamba_ssm, or of the Hub) read in training
 READ_BY_FUSED_TRAINING = {
     "FalconMambaMixer": ("x_proj", "out_proj"),
     "MambaMixer": ("x_proj", "out_proj"),
@@ -24,15 +24,32 @@ READ_BY_FUSED_TRAINING = {
 }
 
 
-def read_outside_forward(model, in_training: bool = False) -> set[str]:
-    """Names of the linear layers of `model` whose weight other code reads than their forward. in_training: also those
-    that are read so in training only."""
-    tables = [READ_OUTSIDE_FORWARD]
-    if in_training and find_spec("mamba_ssm"):
-        tables.append(READ_BY_FUSED_TRAINING)
+def read_outside_forward(model) -> set[str]:
+    """Names of the linear layers of `model` whose weight other code reads than their forward."""
     return {
         f"{name}.{child}" if name else child
         for name, module in model.named_modules()
-        for table in tables
-        for child in table.get(type(module).__name__, ())
+        for child in READ_OUTSIDE_FORWARD.get(type(module).__name__, ())
     }
+
+
+def keep_unfused(model) -> None:
+    """Keeps the mixers of `model` whose layers in `READ_BY_FUSED_TRAINING` are no plain linear layers (but compressed,
+    learned under codes or masks, or adapted) from the fused kernels, which would read their `weight` alone.
+
+    `training` of such a mixer stays False: its forward reads it for this choice and for nothing else. This holds for
+    copies, and until its layers are plain again."""
+    for module in model.modules():
+        if type(module).__name__ in READ_BY_FUSED_TRAINING:
+            type(module).train = _train  # of the class: copies and pickles have it, too
+            module.training = module.training and _can_fuse(module)
+
+
+def _train(mixer: nn.Module, mode: bool = True) -> nn.Module:
+    nn.Module.train(mixer, mode)
+    mixer.training = mode and _can_fuse(mixer)
+    return mixer
+
+
+def _can_fuse(mixer: nn.Module) -> bool:
+    return all(type(getattr(mixer, name)) is nn.Linear for name in READ_BY_FUSED_TRAINING[type(mixer).__name__])

@@ -1,6 +1,7 @@
 """Training after pruning: masks hold at every step and come out as they went in, and the loss is its definition."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -27,7 +28,6 @@ from hf_efficient.compression.recovery.learned_norm import LearnedNorm
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.bitmap import BitmapFormat
 from hf_efficient.formats.sparse24 import Sparse24Format
-from hf_efficient.integrations import transformers_layers
 from hf_efficient.integrations.peft import merge_and_unload
 from hf_efficient.layers import EfficientLinear, compress_linear
 from hf_efficient.methods import rtn
@@ -361,15 +361,21 @@ def test_recurrent_models_compute_in_training_what_they_are(name):
     assert torch.equal(found, expected)
 
 
-def test_layers_that_fused_kernels_read_in_training_do_not_learn(monkeypatch):
-    """With the package mamba_ssm, transformers hands their weights over in training."""
-    model = recurrent_model("mamba2")
-    out = [module for name, module in model.named_modules() if name.endswith("out_proj")]
-    for installed in (False, True):
-        monkeypatch.setattr(transformers_layers, "find_spec", lambda name, installed=installed: installed)
-        with unpacking.trainable(model):
-            kept = [module in list(model.modules()) for module in out]
-            assert out and kept == [installed] * len(out)
+@pytest.mark.parametrize("name, kernel", [("mamba2", "mamba2_split_conv1d_scan_combined"), ("mamba", "mamba_inner_fn")])
+def test_fused_kernels_read_no_weight_that_learns(name, kernel, monkeypatch):
+    """Such a kernel would compute with the detached `weight` alone, without codes and masks."""
+    model = recurrent_model(name).train()
+    model(input_ids=TOKENS, use_cache=False).logits.square().mean().backward()
+    out = next(module for name, module in model.named_modules() if name.endswith("out_proj"))
+    expected, calls = out.weight.grad, []
+    monkeypatch.setattr(sys.modules[type(model).__module__], kernel, lambda *args, **kwargs: calls.append(1))
+    with unpacking.trainable(model):
+        for learning in (model, copy.deepcopy(model).eval().train()):
+            learning(input_ids=TOKENS, use_cache=False).logits.square().mean().backward()
+            learned = next(module for name, module in learning.named_modules() if name.endswith("out_proj"))
+            assert torch.equal(learned.weight.grad, expected) and not calls
+    model.train()(input_ids=TOKENS, use_cache=False)
+    assert len(calls) == 2  # plain layers: one of each
 
 
 def test_a_router_with_a_forward_of_its_own_does_not_learn():

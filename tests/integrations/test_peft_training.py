@@ -1,10 +1,14 @@
 """Training over 4-bit weights as QLoRA does it, and other ways of training few parameters: the loss falls, the
 compressed weights stay as they are, and what was trained can be saved, reloaded and, for LoRA, merged."""
 
+import copy
+import sys
+
 import pytest
 import saved_models
 import torch
 from helpers import assert_close, enable_checkpointing, needs_adapters, tiny_model
+from recurrent_models import recurrent_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -128,6 +132,22 @@ def test_prompts_and_scales(kind, folder, tmp_path):
     again = peft.PeftModel.from_pretrained(load(folder), tmp_path)
     with torch.no_grad():
         assert_close(again(IDS).logits, model(IDS).logits, 1e-6, 1e-5, "the same adapter")
+
+
+@pytest.mark.parametrize(
+    "name, kind", [("mamba2", "LoraConfig"), ("bamba", "LoraConfig"), ("bamba", "PromptTuningConfig")]
+)
+def test_fused_kernels_do_not_read_compressed_weights(name, kind, tmp_path, monkeypatch):
+    """Those of Mamba take `out_proj.weight`, in training alone."""
+    recurrent_model(name).save_pretrained(tmp_path)
+    options = {"target_modules": ["in_proj"]} if kind == "LoraConfig" else {"num_virtual_tokens": 4}
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(load(tmp_path, group_size=32), config)
+    module = sys.modules[type(model.get_base_model()).__module__]
+    monkeypatch.setattr(module, "mamba2_split_conv1d_scan_combined", None)  # which cannot be called
+    found = [each.train()(input_ids=IDS, labels=IDS, use_cache=False).loss for each in (model, copy.deepcopy(model))]
+    expected = model.eval()(input_ids=IDS, labels=IDS, use_cache=False).loss
+    assert all(torch.equal(loss, expected) for loss in found)
 
 
 def test_bitfit(folder, tmp_path):

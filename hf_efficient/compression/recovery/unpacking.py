@@ -16,7 +16,7 @@ from hf_efficient.compression.recovery.learned_norm import learned_norms
 from hf_efficient.compression.recovery.saving import save_pretrained
 from hf_efficient.compression.recovery.serving import trained_linears, trained_modules
 from hf_efficient.compression.recovery.trained_layer import trained_layer
-from hf_efficient.integrations.transformers_layers import read_outside_forward
+from hf_efficient.integrations.transformers_layers import keep_unfused, read_outside_forward
 from hf_efficient.layers import CompressedModule, EfficientLinear
 
 
@@ -40,7 +40,7 @@ def unpack(model, teacher=None, keeps_codes: bool = True) -> None:
     """
     head = model.get_output_embeddings()
     shared = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    found, read = {}, read_outside_forward(model, in_training=True)
+    found, read = {}, read_outside_forward(model)
     for name, module in model.named_modules():
         if name in read:
             continue
@@ -68,6 +68,7 @@ def unpack(model, teacher=None, keeps_codes: bool = True) -> None:
     model.requires_grad_(False)
     for name, module in made.items():
         model.set_submodule(name, module)
+    keep_unfused(model)
     state = {key: model.__dict__.pop(key) for key in _OF_A_QUANTIZED_MODEL if key in model.__dict__}
     model._before_training = state, model.config, learned
     model.config = copy.copy(model.config)  # checkpoints of the training hold what is learned, and no codes
