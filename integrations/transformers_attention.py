@@ -54,7 +54,7 @@ def flash_paged_attention_forward(
         ValueError: attention weights, attention dropout or a mask that is not 2-D are asked for.
         RuntimeError: gradients are asked for and the keys lie in pages.
     """
-    attention_mask, seen = masks.columns_of(None if request_pages is not None else attention_mask)
+    attention_mask, seen, starts = masks.columns_of(None if request_pages is not None else attention_mask)
     _refuse(attention_mask, dropout, kwargs)
     is_causal = module.is_causal if is_causal is None else is_causal
     query, key_, value = _same_dtype(query, key, value)
@@ -98,6 +98,12 @@ def flash_paged_attention_forward(
             return output, None
         new = dict(key_states=key_, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
         key_, value = paged_attention_cache.update(cache, **new)  # that of `FormattedCache` waits for this call
+    if attention_mask is None and kwargs.get("cu_seq_lens_q") is None and not torch.compiler.is_compiling():
+        positions = kwargs.pop("position_ids", None)
+        if starts is None and key_.shape[2] == query.shape[2] and len(query) == 1:
+            starts = masks.row_starts(positions, query.shape[2])
+        if starts is not None:
+            return _attend_packed(query, key_, value, starts, **options), None
     if attention_mask is not None and not is_causal and sliding_window is None:
         return _attend_all_queries(query, key_, value, attention_mask, **options), None
     name = module.config._attn_implementation
@@ -142,6 +148,14 @@ def _attend_all_queries(query, key, value, mask, **options):
         query.flatten(0, 1), key, value.flatten(0, 1)[indices], firsts, starts, width, longest, **options
     )
     return output.unflatten(0, (batch, width))
+
+
+def _attend_packed(query, key, value, starts, **options):
+    """Attention in which each sequence of a row sees itself alone. starts: cu_seqlens of all rows."""
+    batch, longest = query.shape[0], int(starts.diff().max())
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    output = api.flash_attn_varlen_func(query, key, value, starts, starts, longest, longest, **options)
+    return output.unflatten(0, (batch, -1))
 
 
 def _refuse(attention_mask, dropout, kwargs) -> None:

@@ -47,6 +47,59 @@ def test_packed_sequences(name):
         logits(model, "flash_paged", **{**packed, "use_cache": True}, past_key_values=PagedCache(model.config))
 
 
+# of rows in which sequences begin at other positions than 0, or of several rows
+PACKED_ROWS = {
+    "two rows": [[*range(5), *range(7)], [*range(3), *range(9)]],
+    "cut at the left": [[*range(2, 6), *range(8)]],
+    "cut twice": [[*range(6), *range(3, 9)]],
+}
+
+
+@pytest.mark.parametrize("rows", PACKED_ROWS.values(), ids=PACKED_ROWS)
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_packed_rows_with_gradients(name, rows):
+    """As if each sequence had been alone. Of several rows as under eager attention, where the masks of some models know
+    no positions."""
+    model, positions = tiny_model(name), torch.tensor(rows)
+    ids, weights = torch.randint(3, 128, positions.shape), torch.randn(*positions.shape, 128) / 10
+
+    def outputs(implementation, parts):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        outs = [model(ids[:, part], position_ids=positions[:, part], use_cache=False).logits for part in parts]
+        (torch.cat(outs, 1) * weights).sum().backward()
+        return torch.cat([x.flatten() for x in (*outs, *(each.grad for each in model.parameters()))])
+
+    cuts = [0, *(i for i in range(1, 12) if rows[0][i] != rows[0][i - 1] + 1), 12]
+    alone = [slice(None)] if len(rows) > 1 else list(map(slice, cuts, cuts[1:]))
+    assert_close(outputs("flash_paged", [slice(None)]), outputs("eager", alone), **FLOAT32)
+
+
+def test_packed_rows_in_one_graph():
+    """There the positions are not known before the graph runs."""
+    model, ids = tiny_model("mistral", num_hidden_layers=1), torch.randint(3, 128, (2, 12))
+    model.set_attn_implementation("flash_paged")
+    forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    for rows in (PACKED_ROWS["two rows"], [[*range(12)]] * 2):
+        inputs = dict(input_ids=ids, position_ids=torch.tensor(rows), use_cache=False)
+        with torch.no_grad():
+            actual = forward(**inputs).logits
+        expected = logits(model, "eager", **inputs)
+        model.set_attn_implementation("flash_paged")
+        assert_close(actual, expected, **FLOAT32)
+    torch._dynamo.reset()
+
+
+def test_cumulative_lengths_of_the_caller_are_kept():
+    """`DataCollatorWithFlattening(return_flash_attn_kwargs=True)` gives them beside the positions."""
+    model, ids = tiny_model("llama"), torch.randint(3, 128, (1, 12))
+    starts = torch.tensor([0, 5, 12], dtype=torch.int32)
+    packed = dict(input_ids=ids, position_ids=torch.tensor([[*range(5), *range(3, 10)]]), use_cache=False)
+    lengths = dict(cu_seq_lens_q=starts, cu_seq_lens_k=starts, max_length_q=7, max_length_k=7)
+    expected = logits(model, "eager", **packed)
+    assert_close(logits(model, "flash_paged", **packed, **lengths), expected, **FLOAT32)
+
+
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_beam_search(name):
     model, batch = tiny_model(name), left_padded_batch()
