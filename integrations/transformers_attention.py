@@ -10,13 +10,13 @@ import functools
 
 import torch
 
+from hf_efficient.cache import weight_versions
 from hf_efficient.cache.over_pages import is_over_pages
 from hf_efficient.cache.page_handle import PAGES
 from hf_efficient.integrations import transformers_compat, transformers_compile
 from hf_efficient.integrations import transformers_continuous_batching as continuous_batching
 from hf_efficient.integrations import transformers_masks as masks
 from hf_efficient.kernels.attention import api, torch_cpu
-from hf_efficient.kernels.attention.masks import additive
 
 
 def flash_paged_attention_forward(
@@ -89,7 +89,7 @@ def flash_paged_attention_forward(
         raise ValueError('position_bias: flash_paged adds none to its scores; use attn_implementation="sdpa"')
     if seen is not None:
         options = dict(softmax_scale=scaling, softcap=softcap or 0.0, s_aux=s_aux)
-        output = torch_cpu.attend(query, key_, value, mask=additive(seen[:, 0]), **options)
+        output = torch_cpu.attend(query, key_, value, mask=torch_cpu.additive(seen[:, 0]), **options)
         return output.contiguous(), None
     utils, paged_attention_cache, _ = _transformers()
     if isinstance(cache, paged_attention_cache):
@@ -196,7 +196,7 @@ def _with_trailing_padding(output, query, columns, handle, options):
     keys, values = handle.layer.store.read(handle.plan)
     lengths = torch.tensor(handle.plan.lengths, device=keys.device)
     seen = torch.arange(keys.shape[2], device=keys.device) < lengths[:, None]
-    mask = additive(seen[:, None].expand(-1, query.shape[2], -1))
+    mask = torch_cpu.additive(seen[:, None].expand(-1, query.shape[2], -1))
     behind = torch_cpu.attend(query, keys, values, mask=mask, **options)
     return torch.where(trailing[..., None, None], behind, output)
 
@@ -257,6 +257,7 @@ def register() -> None:
             interface.__getitem__ = _look_up_over_pages(interface.__getitem__, stock)
     continuous_batching.register()
     transformers_compile.register()
+    weight_versions.register()
 
 
 def _look_up_over_pages(original, stock):

@@ -164,6 +164,22 @@ def test_a_cache_in_use_brings_nothing_back_after_clear(llama):
     assert prefix.stats()["used_blocks"] == 5
 
 
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_steps_of_fused_optimizers_count(make):
+    """torch's fused kernels change weights without counting it. AdamW's is the default of `Trainer`."""
+    model = tiny_model("llama", attn_implementation="flash_paged")
+    prefix, ids = new_prefix(model), prompts((24,))["input_ids"]
+    optimizer = make(model.parameters(), lr=0.05, fused=True)
+    for _ in range(2):
+        cache = PagedCache(model.config, block_size=SIZE, prefix_cache=prefix)
+        with torch.no_grad():
+            expected = model(ids, logits_to_keep=1).logits
+        torch.testing.assert_close(forward(model, cache, ids, logits_to_keep=1), expected, rtol=1e-4, atol=1e-4)
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+    assert prefix.stats()["skipped_tokens"] == 0
+
+
 def test_autocast_is_told_apart(llama):
     prefix, inputs = new_prefix(llama), prompts((40,))
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
