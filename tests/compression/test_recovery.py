@@ -194,6 +194,19 @@ def test_an_interrupted_recovery_leaves_the_model_and_goes_on(tmp_path, monkeypa
     assert_same_tensors(model.state_dict(), whole.state_dict())
 
 
+@pytest.mark.parametrize("length", [{"steps": 3}, {"minutes": 0.005}], ids=str)
+def test_a_finished_recovery_is_not_repeated(length, tmp_path):
+    teacher = tiny_model("llama")
+    models, results = [pruned(teacher), pruned(teacher)], []
+    for model in models:
+        result = recover(model, teacher, TOKENS.repeat(3, 1), **length, checkpoint_dir=tmp_path)
+        results.append({name: value for name, value in result.items() if name != "seconds"})
+    assert_same_tensors(*(model.state_dict() for model in models))
+    assert results[0] == results[1] and "perplexity" in results[0]
+    with pytest.raises(ValueError, match="of another training"):
+        recover(models[1], teacher, TOKENS, **length, checkpoint_dir=tmp_path)
+
+
 def test_minutes_end_training_and_lower_the_rate():
     teacher = tiny_model("llama", torch.bfloat16)
     model = pruned(teacher)

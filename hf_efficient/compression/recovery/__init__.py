@@ -79,9 +79,9 @@ def recover(
         text_share: weight of the text itself in the loss, from 0 to 1; the divergence has the rest.
         lora_rank: train adapters of this rank (https://arxiv.org/abs/2106.09685; package `peft`) under the masks
             instead, and merge them at the end.
-        checkpoint_dir: folder that keeps the state every 50 steps, and the text that the teacher wrote. An interrupted
-            recovery of the same models with the same arguments resumes there, another one is refused. The caller
-            deletes it.
+        checkpoint_dir: folder that keeps the state every 50 steps and at the end, and the text that the teacher wrote.
+            An interrupted recovery of the same models with the same arguments resumes there, a finished one gives the
+            same model again, another one is refused. The caller deletes it.
         seed: seed of the order of the windows.
         optimizer: "adamw"; "adamw_8bit", whose state takes a quarter (package `bitsandbytes`); or "muon" for the
             matrices (https://arxiv.org/abs/2502.16982).

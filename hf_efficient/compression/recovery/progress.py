@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 from hf_efficient.compression.recovery.serving import trained_linears
@@ -21,9 +22,13 @@ TIMES_MEASURED = 10  # how often in a training
 clock = time.perf_counter  # what `minutes` count; `time.process_time` for a machine that is shared
 
 
+class UsedUp(Exception):
+    """The checkpoint that is resumed is of the end of the training."""
+
+
 class Budget(TrainerCallback, ExportableState):
     """Ends training after a number of seconds or steps; the learning rate follows the share that is used up.
-    Checkpoints hold what is used up, so resumed training has only the rest.
+    Checkpoints hold what is used up, so resumed training has only the rest. The last one is of the end.
 
     Args:
         seconds, steps: how long to train; exactly one is given.
@@ -54,6 +59,8 @@ class Budget(TrainerCallback, ExportableState):
                 given = f"the checkpoint is of another training ({differ})"
                 raise ValueError(f"{given}: delete it, or give another folder")
             self.used = before["attributes"]["gone"]
+            if self.share() >= 1:  # Trainer would take one more step before it looks
+                raise UsedUp
         self._began = clock()
         self._since, self._share_before, self._known = self._began - self.used, self.share(), {}
         total, unit = (self.seconds, "s") if self.steps is None else (self.steps, "step")
@@ -68,7 +75,9 @@ class Budget(TrainerCallback, ExportableState):
         shown = max(self._shown, min(self._total, int(self.used)))
         self._bar.update(shown - self._shown)
         self._shown = shown
-        control.should_training_stop = control.should_training_stop or self.share() >= 1
+        if self.share() >= 1:
+            control.should_training_stop = True
+            control.should_save = args.save_strategy != SaveStrategy.NO
         return control
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -96,7 +105,7 @@ class HeldOut(TrainerCallback):
     """
 
     def __init__(self, texts: torch.Tensor | Sequence[dict], budget: Budget):
-        self.texts, self.budget, self.last = texts, budget, None
+        self.texts, self.budget = texts, budget
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._measured = int(TIMES_MEASURED * self.budget.share())
@@ -106,9 +115,8 @@ class HeldOut(TrainerCallback):
         if not len(self.texts) or due == self._measured:
             return
         self._measured, was_training = due, model.training
-        self.last = self._perplexity(model.eval())
+        entry = {PERPLEXITY: self._perplexity(model.eval()), "step": state.global_step}
         model.train(was_training)
-        entry = {PERPLEXITY: self.last, "step": state.global_step}
         state.log_history.append(entry)
         self.budget.on_log(args, state, control, logs=entry)
 

@@ -4,7 +4,7 @@ transformers' `Trainer`."""
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from hf_efficient.compression.recovery.memory import micro_batch
 from hf_efficient.compression.recovery.optimizers import make_optimizer
 from hf_efficient.compression.recovery.options import RecoveryOptions
 from hf_efficient.compression.recovery.plot import plot_training
-from hf_efficient.compression.recovery.progress import Budget, HeldOut, WarmUpQuantization
+from hf_efficient.compression.recovery.progress import PERPLEXITY, Budget, HeldOut, UsedUp, WarmUpQuantization
 from hf_efficient.compression.recovery.quantized_pages import QuantizedPages, check_attention
 from hf_efficient.compression.recovery.trainer import DistillationTrainer
 from hf_efficient.kernels.attention.products import fast_training
@@ -47,8 +47,7 @@ def train(
     """
     trainer = trainer or DistillationTrainer
     budget = Budget(options.minutes and 60 * options.minutes, options.steps, run)
-    measured = HeldOut(held_out, budget)
-    callbacks = [budget, measured, WarmUpQuantization(budget, options.warm_up), *options.callbacks]
+    callbacks = [budget, HeldOut(held_out, budget), WarmUpQuantization(budget, options.warm_up), *options.callbacks]
     optimizer = make_optimizer(trained, options.optimizer, options.largest_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, budget.rate)
     length, pages = max(len(row["input_ids"]) for row in rows[:64]), QuantizedPages(options.kv_format)
@@ -71,14 +70,15 @@ def train(
         training.remove_callback(PrinterCallback)
         modes = fast_training(trained.device) + ([pages] if pages.is_active else [])
         with _checkpointing(trained, options.gradient_checkpointing, modes), freed_memory_kept(), _inside(modes):
-            training.train(resume_from_checkpoint=_last_checkpoint(options.checkpoint_dir))
+            with suppress(UsedUp):  # the model and the state are those of the end
+                training.train(resume_from_checkpoint=_last_checkpoint(options.checkpoint_dir))
     state = training.state
     if options.plot is not None and state.is_world_process_zero:
         plot_training(state.log_history, options.plot)
-    losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+    losses, perplexities = ([log[key] for log in state.log_history if key in log] for key in ("loss", PERPLEXITY))
     last = losses[-max(1, len(losses) // 10) :]
     result = {"steps": state.global_step, "loss": sum(last) / len(last)}
-    return result if measured.last is None else {**result, "perplexity": measured.last}
+    return {**result, "perplexity": perplexities[-1]} if perplexities else result
 
 
 def _arguments(model, folder, length: int, options: RecoveryOptions) -> TrainingArguments:
