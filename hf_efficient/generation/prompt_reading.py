@@ -62,7 +62,7 @@ class PromptReading:
             return []
         if len(position_ids) != rows or (cache.batch_size not in (-1, rows)):
             return []
-        lengths = [columns] * rows if mask is None else mask.sum(1).tolist()
+        lengths = [columns] * rows if mask is None else (mask != 0).sum(1).tolist()
         if not self.captured.is_of_cpu and sum(lengths) > MOST_ON_DEVICE:
             return []
         takes_all = self.captured.prompt.takes(lengths)  # counts them, the first of all too
@@ -125,7 +125,7 @@ class PromptReading:
         rows, columns = position_ids.shape[-2:] if mask is None else mask.shape
         if position_ids.shape[-2] != rows or (mask is not None and not is_left_padded(mask)):
             return []
-        lengths = [columns] * rows if mask is None else mask.sum(1).tolist()
+        lengths = [columns] * rows if mask is None else (mask != 0).sum(1).tolist()
         most = tokens_within_budget(self.model)
         groups = _grouped(lengths, GROUP_TOKENS, most)
         computed = sum(len(group) * lengths[group[0]] for group in groups)
@@ -135,7 +135,7 @@ class PromptReading:
         rows, columns = input_ids.shape
         mask, logits, hidden = model_kwargs.get("attention_mask"), [None] * rows, [None] * rows
         for group in groups:
-            width = columns if mask is None else int(mask[group[0]].sum())
+            width = columns if mask is None else int((mask[group[0]] != 0).sum())
             own = {
                 "attention_mask": None if mask is None else mask[group, -width:],
                 "position_ids": model_kwargs["position_ids"][..., group, -width:],

@@ -110,9 +110,8 @@ class RaggedModel(PromptReading, PackedReading):
         position = position_ids[..., -1:].to(device) + first_position(self.model)
         self.position = position.expand(*position_ids.shape[:-2], rows, 1)  # of the prompt's last token
         self.mask = None if attention_mask is None or self.cache.reads_pages else attention_mask.bool().to(device)
-        if reads_media(self.model):
-            of_prompt = (*MEDIA_INPUTS, "inputs_embeds")
-            self.extra = {key: value for key, value in self.extra.items() if key not in of_prompt}
+        of_prompt = ("inputs_embeds", *(MEDIA_INPUTS if reads_media(self.model) else ()))
+        self.extra = {key: value for key, value in self.extra.items() if key not in of_prompt}
         if "token_type_ids" in self.extra:
             self.extra["token_type_ids"] = self.extra["token_type_ids"][:, -1:]
         for key in ("mm_token_type_ids", "moe_mm_token_type_ids"):  # what is generated is text

@@ -92,7 +92,7 @@ class GenerationRequest:
     @property
     def max_length(self) -> int:
         """Tokens that a sequence can reach, its prompt among them."""
-        return longest(self.stopping_criteria)
+        return longest(self.stopping_criteria, self.input_ids.shape[1])
 
     @property
     def cache(self):

@@ -15,9 +15,14 @@ from hf_efficient.generation.speculation.sampling import Uniforms
 from hf_efficient.integrations.transformers_loop import allowed_tokens_fn
 
 
-def longest(criteria: StoppingCriteriaList) -> int:
-    """Tokens that a sequence can reach, its prompt among them. The caller's own criteria count, too."""
-    return min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria))
+_MAX_LENGTH = 1 << 40  # a longer one is none; 64-bit integers hold this one
+
+
+def longest(criteria: StoppingCriteriaList, prompt_length: int) -> int:
+    """Tokens that a sequence can reach, its prompt among them: at least one more, as in plain generation. The caller's
+    own criteria count, too."""
+    most = min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria))
+    return min(max(most, prompt_length + 1), _MAX_LENGTH)
 
 
 def is_left_padded(input_ids: torch.Tensor, model_kwargs: dict) -> bool:
@@ -43,7 +48,10 @@ def is_left_padded(input_ids: torch.Tensor, model_kwargs: dict) -> bool:
 
 
 def _are_equal(position_ids: torch.Tensor, expected: torch.Tensor) -> bool:
-    return position_ids.dim() == 3 or (position_ids.dim() == 2 and bool((position_ids == expected).all()))
+    if position_ids.dim() == 3:
+        return True
+    is_wide = position_ids.dim() == 2 and position_ids.shape[1] == expected.shape[1]
+    return is_wide and bool((position_ids == expected).all())
 
 
 class Sequences:
@@ -104,7 +112,7 @@ class Sequences:
 
         self.processors = [(kind, list(group)) for kind, group in groupby(processors, kind_of)]
         self.processors_read_ids = any(kind != "pointwise" for kind, _ in self.processors)
-        self.max_length = longest(criteria)
+        self.max_length = longest(criteria, self.prompt_length)
         self.eos = {int(t) for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.flatten()}
         self.criteria = StoppingCriteriaList(
             c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)
@@ -219,7 +227,8 @@ class Sequences:
                 for processor in group:
                     self._constrain(processor, scores, offset)
                 continue
-            for length, pairs in self._by_length([scores.shape[1]] * len(self.live), offset).items():
+            counts = [scores.shape[1] * self.unfinished(b) for b in self.live]
+            for length, pairs in self._by_length(counts, offset).items():
                 live, position = zip(*pairs)
                 rows = [self.live[row] for row in live]
                 whole = before.new_zeros(self.batch_size, before.shape[-1])

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
 
 @dataclass
@@ -12,7 +12,7 @@ class Source:
 
     Args:
         model: the target, whose encoder read them.
-        encoder_outputs: of that encoder; `last_hidden_state` is [rows, n, hidden size].
+        encoder_outputs: of that encoder; `last_hidden_state` is [rows, n, hidden size]. It may be a tuple's first.
         attention_mask: [rows, n], 0 at padding; or None.
         inputs: what the encoder read, [rows, ...]: token ids, or features of sound; None where not known.
     """
@@ -21,6 +21,10 @@ class Source:
     encoder_outputs: BaseModelOutput
     attention_mask: torch.Tensor | None = None
     inputs: torch.Tensor | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.encoder_outputs, ModelOutput):
+            self.encoder_outputs = BaseModelOutput(last_hidden_state=self.encoder_outputs[0])
 
     @property
     def tokens(self) -> int:

@@ -162,6 +162,17 @@ def test_the_source_is_looked_up():
     assert drafter.guessed == [tokens[5]]
 
 
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_encoder_outputs_as_a_tuple(name):
+    plain, model, inputs = plain_and_speculative(name)
+    options = dict(max_new_tokens=8, do_sample=False)
+    with torch.no_grad():
+        outputs = (plain.get_encoder()(**inputs)[0],)
+    expected = plain.generate(**inputs, encoder_outputs=outputs, **options)
+    for draft in ({}, dict(prompt_lookup_num_tokens=2)):
+        assert torch.equal(model.generate(**inputs, encoder_outputs=outputs, **options, **draft), expected)
+
+
 def test_refusals():
     _, model, inputs = plain_and_speculative("bart")
     lookup = dict(prompt_lookup_num_tokens=2, max_new_tokens=4)

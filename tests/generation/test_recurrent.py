@@ -45,6 +45,14 @@ def test_greedy_tokens(name):
             assert drafter is not oracle or 0 < found.accepted_tokens.sum() < found.drafted_tokens.sum()
 
 
+def test_embeddings_beside_ids():
+    """Are those of the prompt: later steps read ids."""
+    plain, ids = recurrent_model("lfm2"), BATCHES[0]["input_ids"]
+    model = enable_speculation(copy.deepcopy(plain))
+    options = dict(OPTIONS, inputs_embeds=plain.get_input_embeddings()(ids).detach())
+    assert torch.equal(model.generate(ids, **options, prompt_lookup_num_tokens=2), plain.generate(ids, **options))
+
+
 @pytest.mark.parametrize("name, attention", [("jamba", "eager"), ("falcon_h1", "eager"), ("lfm2", "flash_paged")])
 def test_other_attentions(name, attention):
     plain = recurrent_model(name)

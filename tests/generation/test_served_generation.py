@@ -1,5 +1,6 @@
 """`generate()` on a CPU runs the native loop where it can, and says what transformers' loop says."""
 
+import contextlib
 import threading
 
 import pytest
@@ -8,9 +9,9 @@ import transformers
 from draft_models import Recorder
 from helpers import TINY_MODELS, left_padded_batch, tiny_model
 from native_loop import NATIVE_LOOP, noted_answers, served_model, transformers_loop
-from transformers import modeling_utils
+from transformers import LogitsProcessor, MaxLengthCriteria, modeling_utils
 
-from hf_efficient import PagedCache, enable_speculation
+from hf_efficient import PagedCache, TokenRecycling, enable_speculation
 from hf_efficient.cache.over_pages import over_pages
 from hf_efficient.generation.replay.captured_forward import CapturedForward
 from hf_efficient.integrations.transformers_releases import cache_name
@@ -123,6 +124,65 @@ def test_forwards_are_replayed(monkeypatch):
     monkeypatch.setattr(CapturedForward, "__call__", lambda *args: calls.append(captured(*args)) or calls[-1])
     model.generate(torch.randint(3, 128, (1, 7)), max_new_tokens=20, do_sample=False, pad_token_id=0)
     assert sum(call is not None for call in calls) >= 15
+
+
+class Automaton(LogitsProcessor):
+    """Goes on with the last token of each row at every call, as a grammar does."""
+
+    def __init__(self):
+        self.states = None
+
+    def __call__(self, input_ids, scores):
+        self.states = 0 * input_ids[:, -1] if self.states is None else (self.states * 3 + input_ids[:, -1] + 1) % 7
+        allowed = torch.arange(scores.shape[1]) % 7 == self.states[:, None]
+        return scores.masked_fill(~allowed, -torch.inf)
+
+
+def test_processors_are_called_once_a_step():
+    """Also after rows of the batch have ended."""
+    model, outputs = enable_speculation(tiny_model("llama", eos_token_id=list(range(3, 40)))), []
+    for loop in (transformers_loop(), contextlib.nullcontext()):
+        with loop:
+            options = dict(max_new_tokens=14, do_sample=False, pad_token_id=0, logits_processor=[Automaton()])
+            outputs.append(model.generate(**left_padded_batch(), **options))
+    assert torch.equal(*outputs) and (outputs[0][:, -1] == 0).any()
+
+
+def test_masks_of_floats(monkeypatch):
+    model, batch = enable_speculation(tiny_model("llama")), left_padded_batch((20, 3, 3))
+    batch["attention_mask"] = batch["attention_mask"].float()
+    for _ in range(2):  # the second prompts are captured
+        assert torch.equal(*both(model, monkeypatch, **batch, max_new_tokens=4, do_sample=False))
+
+
+@pytest.mark.parametrize("length", [3, 7])
+def test_a_limit_within_the_prompt_leaves_one_token(length, monkeypatch):
+    model, options = enable_speculation(tiny_model("llama")), dict(max_new_tokens=9, do_sample=False, pad_token_id=0)
+    ids, criteria = torch.randint(3, 128, (2, 7)), [MaxLengthCriteria(length)]
+    expected, output = both(model, monkeypatch, input_ids=ids, stopping_criteria=criteria, **options)
+    drafted = model.generate(ids, stopping_criteria=criteria, prompt_lookup_num_tokens=2, **options)
+    assert expected.shape == (2, 8) and torch.equal(output, expected) and torch.equal(drafted, expected)
+
+
+@pytest.mark.parametrize("length", [10**9, int(1e30)])
+def test_no_limit_but_the_end(length, monkeypatch):
+    """`max_length` as of a tokenizer without one: nothing is reserved for it."""
+    model = enable_speculation(tiny_model("llama", eos_token_id=list(range(2, 64))))
+    options = dict(max_length=length, do_sample=False, pad_token_id=0)
+    expected, output = both(model, monkeypatch, **left_padded_batch(), **options)
+    assert torch.equal(output, expected)
+    for draft in (dict(prompt_lookup_num_tokens=2), dict(assistant_model=TokenRecycling())):
+        assert torch.equal(model.generate(**left_padded_batch(), **options, **draft), expected)
+
+
+def test_embeddings_beside_ids_of_another_length():
+    model, ids = enable_speculation(tiny_model("llama")), torch.randint(3, 128, (1, 3))
+    embeddings = dict(inputs_embeds=torch.randn(1, 10, 64), attention_mask=torch.ones(1, 10).long())
+    options = dict(**embeddings, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    with transformers_loop():
+        expected = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, **options), expected)
+    assert torch.equal(model.generate(ids, **options, prompt_lookup_num_tokens=2), expected)
 
 
 def test_other_options_stay_with_transformers():

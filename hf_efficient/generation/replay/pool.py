@@ -21,6 +21,7 @@ MAX_CUDA_CACHE_BYTES = 1 << 30  # allocated by a cache on a CUDA device: one wit
 # Tokens of a page: on a CPU few, so that short sequences take little; a CUDA kernel reads pages of 64 in whole tiles.
 PAGE_TOKENS = {"cpu": 16, "cuda": 64}
 MAX_MEMORY_SHARE = 0.5  # of a device's free memory for a cache of fixed size; beyond, it grows with its tokens
+MAX_RESERVED_TOKENS = 1 << 22  # of all sequences, in a cache of fixed size, which lists all its pages; beyond, it grows
 MAX_ENTRIES = 2  # of a model: with and without the hidden states that draft heads read
 MIN_CACHE_TOKENS = 512  # of a sequence, so that short calls share a cache
 
@@ -103,12 +104,13 @@ class ReplayPool:
         self, config, rows: int, tokens: int | None, hidden_layers=None, is_reusable: bool = True, source_tokens=None
     ) -> PoolEntry:
         """An entry with room for `rows` sequences of `tokens` tokens: one that a call has put back, else a new one.
-        Nobody else is given it before `put`. Where nothing can be captured, or `tokens` is None, its cache grows.
+        Nobody else is given it before `put`. Its cache grows where nothing can be captured, `tokens` is None, or they
+        are more than `MAX_RESERVED_TOKENS`.
 
         config: of the model that runs over the cache. is_reusable: whether another call can replay what is captured.
         source_tokens: of what the decoder of an encoder-decoder reads; None for other models.
         """
-        grows = tokens is None or not self.is_capturable
+        grows = tokens is None or not self.is_capturable or rows * tokens > MAX_RESERVED_TOKENS
         if source_tokens is not None and (grows or rows > MAX_TOKENS):
             return PoolEntry.beside_encoder(config)
         if grows:
