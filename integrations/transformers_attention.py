@@ -78,6 +78,11 @@ def flash_paged_attention_forward(
                     "columns counts it, which the pages of a PagedCache do not hold. Pad on the left alone, or use "
                     'attn_implementation="sdpa"'
                 )
+            elif handle.layer.evicts and bool(_trailing(attention_mask, query.shape[2]).any()):
+                raise ValueError(
+                    "attention_mask: padding stands behind the tokens, and a PagedCache(eviction=...) computes no "
+                    "logits there, from which generate() takes the next token. Pad on the left alone"
+                )
         if position_bias is not None and is_causal:
             options["distance_bias"] = _distance_bias(position_bias, handle)
         output = handle.attend(query, key_, value, attention_mask, **options)
@@ -187,10 +192,7 @@ def _with_trailing_padding(output, query, columns, handle, options):
 
     "sdpa" gives that too, and `generate()` takes the next token from the last column even where it is padding.
     """
-    columns = columns.bool()
-    last = columns.shape[1] - 1 - columns.flip(1).int().argmax(1)  # token of each sequence
-    column = torch.arange(columns.shape[1], device=columns.device)
-    trailing = ((column > last[:, None]) & columns.any(1, keepdim=True))[:, -query.shape[2] :]
+    trailing = _trailing(columns, query.shape[2])
     if not bool(trailing.any()):
         return output
     keys, values = handle.layer.store.read(handle.plan)
@@ -199,6 +201,14 @@ def _with_trailing_padding(output, query, columns, handle, options):
     mask = torch_cpu.additive(seen[:, None].expand(-1, query.shape[2], -1))
     behind = torch_cpu.attend(query, keys, values, mask=mask, **options)
     return torch.where(trailing[..., None, None], behind, output)
+
+
+def _trailing(columns: torch.Tensor, width: int) -> torch.Tensor:
+    """bool [B, width]: which of the last columns are padding behind a sequence's last token."""
+    columns = columns.bool()
+    last = columns.shape[1] - 1 - columns.flip(1).int().argmax(1)  # token of each sequence
+    column = torch.arange(columns.shape[1], device=columns.device)
+    return ((column > last[:, None]) & columns.any(1, keepdim=True))[:, -width:]
 
 
 def _same_dtype(query, key, value):

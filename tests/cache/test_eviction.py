@@ -293,6 +293,39 @@ def cache_with(eviction=None, config=None, **kwargs):
     return PagedCache(config or tiny_config("llama"), eviction=eviction, **kwargs)
 
 
+def test_right_padding_is_refused_before_anything_is_stored(llama):
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[0, 15:] = 0
+    cache, ids = cache_of(llama, KeyNorm(), 200), torch.ones_like(mask)
+    with pytest.raises(ValueError, match="padding stands behind the tokens.*Pad on the left alone"):
+        logits(llama, cache, ids, mask)
+    cache.reset()
+    holes = mask.flip(1).where(torch.arange(20) != 10, 0)  # where no query is behind the last token
+    plain = logits(llama, PagedCache(llama.config, block_size=8), ids, holes)
+    torch.testing.assert_close(logits(llama, cache, ids, holes)[holes.bool()], plain[holes.bool()])
+
+
+@pytest.mark.parametrize("scorer", [HeavyHitter(), AdaKV(HeavyHitter())], ids=["HeavyHitter", "AdaKV"])
+@pytest.mark.parametrize("when", ["prefill", "always"])
+def test_the_longest_sequence_may_become_shorter(llama, scorer, when):
+    mask = torch.ones(2, 100, dtype=torch.long)
+    mask[1, :80] = 0
+    ids = torch.randint(3, 128, mask.shape)
+    shorten = {
+        "crop": lambda cache: cache.crop(-80),
+        "rewind": lambda cache: cache.rewind([0, 0]),
+        "select": lambda cache: cache.batch_select_indices(torch.tensor([1])),
+    }
+    for how in shorten.values():
+        cache = cache_of(llama, scorer, 512, when)
+        plain = PagedCache(llama.config, block_size=8)
+        for each in (cache, plain):
+            logits(llama, each, ids, mask)
+            how(each)
+        more = ids[: cache.batch_size, :70]
+        torch.testing.assert_close(logits(llama, cache, more), logits(llama, plain, more), rtol=1e-4, atol=1e-4)
+
+
 def test_what_a_forward_refuses(llama):
     sdpa, sinks = tiny_model("llama"), tiny_model("gpt_oss")
     ids = torch.ones(1, 20, dtype=torch.long)

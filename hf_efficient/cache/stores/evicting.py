@@ -229,8 +229,8 @@ class EvictingStore(PageStore):
     def _accumulate(self, view: View) -> View:
         """Adds up what the scorer makes of the pending queries, some of them at a time."""
         sequences, length = len(self.pool.lengths), view.keys.shape[2]
-        total = self._accumulated.new_zeros(sequences, length)
-        total[:, : self._accumulated.shape[1]] = self._accumulated
+        total, before = self._accumulated.new_zeros(sequences, length), self._accumulated[:, :length]
+        total[:, : before.shape[1]] = before
         total = total.view(view.present.shape)
         batch, heads, width = view.queries.shape[:3]
         piece = max(1, _SCORES // (batch * heads * length))
