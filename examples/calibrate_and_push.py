@@ -5,11 +5,13 @@ python examples/calibrate_and_push.py --texts corpus.txt --to me/smollm2-awq
 
 import argparse
 import tempfile
+from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_efficient import CalibrationConfig, WeightOnlyConfig
 from hf_efficient.cli import main
+from hf_efficient.files import why_not_new
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -19,6 +21,8 @@ parser.add_argument("--to", required=True, help="a Hub id, or a path such as ./s
 parser.add_argument("--windows", type=int, default=32)
 parser.add_argument("--sequence-length", type=int, default=512)
 options = parser.parse_args()
+if options.to.startswith(("/", ".", "~")) and (reason := why_not_new(Path(options.to).expanduser())):
+    parser.error(f"--to {options.to} {reason}")
 
 calibration = CalibrationConfig(
     dataset=options.texts, num_samples=options.windows, sequence_length=options.sequence_length

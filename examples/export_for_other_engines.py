@@ -15,12 +15,16 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
 parser.add_argument("--output", type=Path, required=True)
 options = parser.parse_args()
+targets = {"compressed-tensors": options.output / "vllm", "gguf": options.output / "model.gguf"}
+for target in targets.values():
+    if target.exists():
+        parser.error(f"--output: {target} exists already")
 
 tokenizer = AutoTokenizer.from_pretrained(options.model)
 config = WeightOnlyConfig(bits=4, group_size=64, symmetric=True)
 model = AutoModelForCausalLM.from_pretrained(options.model, quantization_config=config)
 
 options.output.mkdir(parents=True, exist_ok=True)
-for format, name in (("compressed-tensors", "vllm"), ("gguf", "model.gguf")):
-    written = export(model, options.output / name, format=format, tokenizer=tokenizer)
-    print(f"{options.output / name}: for {', '.join(written.engines)}; rounding {written.rounding:.2g}")
+for format, target in targets.items():
+    written = export(model, target, format=format, tokenizer=tokenizer)
+    print(f"{target}: for {', '.join(written.engines)}; rounding {written.rounding:.2g}")

@@ -2,14 +2,14 @@
 
 
 def parse_bytes(name: str, size: int | str) -> int:
-    """`size` in bytes: an int, or a string such as "512MB" (10^6 bytes a MB) or "1.5GiB" (2^30 bytes a GiB).
+    """`size` in bytes: an int, its digits, or a string such as "512MB" (10^6 bytes) or "1.5GiB" (1.5 * 2^30 bytes).
 
     Raises ValueError, which names the argument `name`, for anything else and for less than one byte.
     """
     from accelerate.utils.modeling import convert_file_size_to_int
 
     try:
-        number = size if isinstance(size, int) else convert_file_size_to_int(size)
+        number = int(size) if isinstance(size, int) or size.isdecimal() else convert_file_size_to_int(size)
     except (ValueError, AttributeError):
         number = 0
     if isinstance(size, bool) or number < 1:

@@ -1,6 +1,7 @@
 """Every script of `examples/` runs to its end and leaves what it says; every notebook runs."""
 
 import importlib.util
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,22 @@ def test_scripts_run(name, folder):
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert left is None or (folder / left).is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("calibrate_and_push", ["--texts", "none.txt", "--to", "./there"]),
+        ("export_for_other_engines", ["--output", "there"]),
+    ],
+)
+def test_scripts_refuse_their_target_before_they_work(name, words, tmp_path, monkeypatch, capsys):
+    (tmp_path / "there" / "vllm").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, "--model", "none", *words])
+    with pytest.raises(SystemExit) as exited:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    assert exited.value.code == 2 and "exists already" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 from hf_efficient.cli.config_option import HELP, config_name, parse_config
 from hf_efficient.cli.models import check_model, check_uncompressed, load_causal_lm
 from hf_efficient.cli.options import add_dtype_argument, check_at_least
-from hf_efficient.cli.path_checks import check_folder
+from hf_efficient.cli.path_checks import check_report
 from hf_efficient.cli.result import Result
 from hf_efficient.integrations.transformers_compat import cache_name
 
@@ -114,7 +114,7 @@ def _check(options: argparse.Namespace):
     check_at_least(options, prompt_tokens=1, new_tokens=2, batch=1, repeats=1)
     if options.latency_bound is not None and not 0 < options.latency_bound < float("inf"):
         raise ValueError(f"--latency-bound {options.latency_bound}: must be a positive number of seconds")
-    check_folder("--output", options.output)
+    check_report("--output", options.output, ("bench.json", "bench.png"), KEYS)
     config = parse_config(options.config)
     found = check_model("model", options.model, causal=True)
     if config is not None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from hf_efficient.cli.models import check_tokenizer
 from hf_efficient.cli.option_types import at_least
+from hf_efficient.cli.options import option_name
 from hf_efficient.cli.path_checks import check_folder
 
 
@@ -49,6 +50,13 @@ def calibration_arguments(options: argparse.Namespace) -> dict[str, dict]:
     return {"calibration": calibration} if calibration else {}
 
 
+def check_used(options: argparse.Namespace, config) -> None:
+    """Raises ValueError where options describe text, and nothing in `config` reads any."""
+    given = [option for option in _FIELDS.values() if getattr(options, option, None) is not None]
+    if given and not config.overrides and not config.needs_calibration():
+        raise ValueError(f"{option_name(given[0])} is of methods that read text, and this one reads none: leave it out")
+
+
 def check_calibration(calibration, config, model: str) -> None:
     """Checks the text of a CalibrationConfig (or None) for `model`, whose transformers config is `config`.
 
@@ -56,7 +64,11 @@ def check_calibration(calibration, config, model: str) -> None:
         ValueError: the text cannot serve.
         ImportError: it is on the Hub, and `datasets` is not installed.
     """
-    if calibration is None or calibration.source != "dataset":
+    if calibration is None:
+        return
+    if calibration.checkpoint_dir is not None:
+        check_folder("--checkpoint-dir", calibration.checkpoint_dir)
+    if calibration.source != "dataset":
         return
     from hf_efficient.calibration.loading import check_text
     from hf_efficient.integrations.model_card import is_hub_id
@@ -65,7 +77,5 @@ def check_calibration(calibration, config, model: str) -> None:
     path = Path(given).expanduser()
     if not path.exists() and (path.suffix in (".txt", ".jsonl") or not is_hub_id(given.partition(":")[0])):
         raise ValueError(f"--calibration {given}: there is no such file, and a dataset of the Hub is called owner/name")
-    if calibration.checkpoint_dir is not None:
-        check_folder("--checkpoint-dir", calibration.checkpoint_dir)
     check_tokenizer("model", model)
     check_text(calibration, config, model)

@@ -3,7 +3,7 @@
 import argparse
 import time
 
-from hf_efficient.cli.calibration_options import check_calibration
+from hf_efficient.cli.calibration_options import check_calibration, check_used
 from hf_efficient.cli.models import check_model, check_uncompressed, find_tokenizer, save, saved_quantization
 from hf_efficient.cli.path_checks import check_output
 from hf_efficient.cli.record import write_record
@@ -31,6 +31,7 @@ def compress_and_save(options: argparse.Namespace, config, asked: str, describe=
             cannot serve; before weights are loaded.
     """
     name, output = options.model, options.output
+    check_used(options, config)
     folder, found = check_output("--output", output), check_model("model", name)
 
     import transformers

@@ -9,7 +9,7 @@ from hf_efficient.cli.options import option_name
 
 _VALUE = r"""'[^']*'|"[^"]*"|\[[^\]]*\]|\{[^}]*\}|[^\s,:;()]+"""
 _CALL = r"\w+\((?:[^()]|\([^()]*\))*\)"  # a Python call in the message: its arguments keep their names
-_TEXT = re.compile(r"(?:calibration=)?CalibrationConfig\([^()]*\)")
+_TEXT = re.compile(r"(?:calibration=)?(?:hf_efficient\.)?CalibrationConfig\([^()]*\)")
 _POSITIONAL = {"model", "folder", "repo", "program", "arguments", "given"}  # in `run` and `demo` --model is an option
 
 

@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> Result:
         ValueError: for arguments that are not allowed, a task that does not exist; before the model is loaded.
         RuntimeError: a task is asked for and `lm_eval` is not installed.
     """
-    text, manager = check(options)
+    text, manager = check(options, KEYS)
     from hf_efficient.evaluation.evaluate import evaluate, windows_of
     from hf_efficient.integrations import evaluation_card, hub
 

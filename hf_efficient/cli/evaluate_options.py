@@ -1,12 +1,13 @@
 """The options of `hf-efficient evaluate`, and their checks before a model is loaded."""
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 
 from hf_efficient.cli.models import check_model
 from hf_efficient.cli.option_types import at_least
 from hf_efficient.cli.options import add_dtype_argument
-from hf_efficient.cli.path_checks import check_file, check_text_file
+from hf_efficient.cli.path_checks import check_file, check_text_file, is_there
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -28,8 +29,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--output", metavar="FILE", help="JSON file for the result")
 
 
-def check(options: argparse.Namespace) -> tuple:
-    """(the text or None, lm_eval's TaskManager or None), after checks of all options."""
+def check(options: argparse.Namespace, keys: Iterable[str]) -> tuple:
+    """(the text or None, lm_eval's TaskManager or None), after checks of all options. keys: of a result."""
     from hf_efficient.evaluation import samples, tasks
 
     if not options.windows and not options.tasks:
@@ -39,7 +40,11 @@ def check(options: argparse.Namespace) -> tuple:
             if getattr(options, name):
                 raise ValueError(f"--{name.replace('_', '-')} is of tasks: give them with --tasks")
     if options.output is not None:
-        check_file("--output", options.output)
+        output = check_file("--output", options.output, keys).resolve()
+        if options.text and output == Path(options.text).resolve():
+            raise ValueError(f"--output {options.output} is the text: give another file")
+        if is_there(options.model, Path.is_dir) and output.is_relative_to(Path(options.model).resolve()):
+            raise ValueError(f"--output {options.output} lies in the model's folder, where --card writes: give another")
     found = check_model("model", options.model, causal=True)
     if options.card and not Path(options.model).is_dir():
         raise ValueError(f"--card: {options.model} is no folder, and only a folder's README.md is written")

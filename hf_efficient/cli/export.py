@@ -1,6 +1,7 @@
 """`hf-efficient export`: writes a compressed model for another engine."""
 
 import argparse
+import json
 
 from hf_efficient.cli.models import check_model
 from hf_efficient.cli.path_checks import check_output, check_path
@@ -48,11 +49,22 @@ def run(options: argparse.Namespace) -> Result:
 
     report = export(options.model, options.output, options.format)
     exact = "unchanged" if report.rounding == 0 else f"changed by at most {report.rounding:.1e} of the largest"
+    engines = _engines(report)
     base_model = hub.recorded_base_model(options.model) or options.model
-    write_record(report.path, options, "exported", base_model, made_from=options.model, engines=[*report.engines])
+    write_record(report.path, options, "exported", base_model, made_from=options.model, engines=engines)
     text = (
         f"{report.path}: {report.nbytes / 1e6:.1f} MB, {report.quantized_layers} compressed layers, weights {exact}; "
-        f"read by {', '.join(report.engines)}"
+        f"read by {', '.join(engines)}"
     )
-    values = (str(report.path), report.format, report.nbytes, report.quantized_layers, report.rounding, report.engines)
+    values = (str(report.path), report.format, report.nbytes, report.quantized_layers, report.rounding, engines)
     return Result(text, dict(zip(KEYS, values)))
+
+
+def _engines(report) -> list[str]:
+    """Of transformers with what it needs: compressed-tensors 0.20 does not load packed zero points otherwise."""
+    if report.format == "compressed-tensors":
+        config = json.loads((report.path / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+        schemes = config["config_groups"].values()
+        if any(not each["weights"]["symmetric"] and each["input_activations"] is None for each in schemes):
+            return [f"{name} (dequantize=True)" if name == "transformers" else name for name in report.engines]
+    return [*report.engines]

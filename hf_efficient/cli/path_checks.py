@@ -1,6 +1,8 @@
 """Paths given to commands, checked before anything is loaded."""
 
+import json
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -37,16 +39,43 @@ def check_folder(option: str, given: str) -> Path:
     return path
 
 
-def check_file(option: str, given: str) -> Path:
-    """The path of a file that the command writes, in place of one that is there. Raises ValueError where it cannot."""
+def check_file(option: str, given: str, keys: Iterable[str]) -> Path:
+    """The path of a JSON file that the command writes, in place of an earlier result, which has `keys`.
+
+    Raises:
+        ValueError: another file is there, or it cannot be written.
+    """
     from hf_efficient.files import why_not_writable
 
     path = check_path(option, given)
     if path.is_dir():
         raise ValueError(f"{option} {given} is a folder; give a file")
+    if path.exists() and not _is_result(path, keys):
+        raise ValueError(f"{option} {given} exists already and is no result of this command: give another file")
     if reason := why_not_writable(path.absolute()):
         raise ValueError(f"{option} {given} {reason}")
     return path
+
+
+def check_report(option: str, given: str, names: tuple[str, ...], keys: Iterable[str]) -> Path:
+    """`check_folder` for a report, the files `names`. They replace those of an earlier one, whose first has `keys`.
+
+    Raises:
+        ValueError: other files of these names are there, or the folder cannot be written.
+    """
+    folder = check_folder(option, given)
+    taken = [name for name in names if (folder / name).exists()]
+    if taken and not _is_result(folder / names[0], keys):
+        raise ValueError(f"{option} {given}: {taken[0]} exists already and is no result of this command: give another")
+    return folder
+
+
+def _is_result(path: Path, keys: Iterable[str]) -> bool:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and set(keys) <= set(content)
 
 
 def check_text_file(option: str, given: str) -> str:

@@ -1,6 +1,7 @@
 """`hf-efficient push`: a compressed model goes to the Hub, or to a folder, with a card."""
 
 import argparse
+from pathlib import Path
 
 from hf_efficient.cli.result import Result
 
@@ -32,8 +33,13 @@ def run(options: argparse.Namespace) -> Result:
         ValueError: DIR is nothing that hf-efficient writes, or holds what must not be published; nothing is written
             then.
     """
+    from transformers.utils import logging
+
     from hf_efficient.integrations import hub
 
+    folder = Path(options.folder)
+    if any(folder.glob("model*.safetensors")) and not (folder / "tokenizer_config.json").is_file():
+        logging.get_logger(__name__).warning(f"{folder} has no tokenizer; tokenizer.save_pretrained saves it there")
     given = ("base_model", "licence", "report", "private", "revision", "create_pr")
     location = hub.push(options.folder, options.repo, **{name: getattr(options, name) for name in given})
     return Result(location, {"location": location})

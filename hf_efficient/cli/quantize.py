@@ -5,7 +5,7 @@ import argparse
 from hf_efficient.cli import calibration_options
 from hf_efficient.cli.compress import KEYS, compress_and_save
 from hf_efficient.cli.config_option import HELP, make_config, parse_arguments
-from hf_efficient.cli.option_types import positive
+from hf_efficient.cli.option_types import at_least, positive
 from hf_efficient.cli.options import add_loading_arguments, add_output_argument, given_options, option_name
 from hf_efficient.cli.result import Result
 
@@ -32,7 +32,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--bits",
         type=_bits,
-        help="bits of a weight: 2, 3, 4 (default) or 8; 1.5 to 5 in halves with --codebook trellis (with "
+        help="bits of a weight: 2, 3, 4 (default), 6 or 8; 1.5 to 5 in halves with --codebook trellis (with "
         "--mixed-precision any number), 1 with --method pb_llm",
     )
     command.add_argument(
@@ -43,14 +43,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--group-size",
-        type=int,
+        type=_group_size,
         help="weights that share a scale, -1: one output channel (default 64, -1 with 8 bits and --codebook trellis)",
     )
     command.add_argument(
-        "--method",
-        help="instead of --quality: rtn, mse, hqq, gptq, yaqa, awq, kmeans, billm, db_llm, pb_llm or slim_llm",
+        "--method", help="instead of --quality: rtn, mse, hqq, gptq, yaqa, awq, billm, db_llm, pb_llm or slim_llm"
     )
-    command.add_argument("--codebook", help="nf4, fp4, kmeans or trellis instead of a regular grid")
+    command.add_argument("--codebook", help="nf4, fp4, mxfp4, nvfp4, kmeans or trellis instead of a regular grid")
     for name, text in SWITCHES.items():
         command.add_argument(option_name(name), action="store_true", default=None, help=text)
     command.add_argument(
@@ -71,6 +70,13 @@ def _bits(given: str) -> int | float:
     return int(bits) if bits.is_integer() else bits
 
 
+def _group_size(given: str) -> int:
+    size = at_least(-1)(given)
+    if size != -1 and (size == 0 or size % 8):
+        raise argparse.ArgumentTypeError(f"{given} is neither a positive multiple of 8 nor -1")
+    return size
+
+
 def run(options: argparse.Namespace) -> Result:
     """Loads, compresses and saves.
 
@@ -87,6 +93,8 @@ def _config(options: argparse.Namespace):
         if given:
             raise ValueError(f"--config and {option_name(sorted(given)[0])} exclude each other")
         given = parse_arguments(options.config)
+    elif options.method == "kmeans" and options.codebook is None:
+        raise ValueError("--method kmeans learns a codebook: give --codebook kmeans in its place")
     separate = calibration_options.calibration_arguments(options)
     separate |= given_options(options, ["modules_to_not_convert"])
     if both := sorted(set(given) & set(separate)):

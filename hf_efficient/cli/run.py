@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> Result:
     for package in ("matplotlib", "jinja2"):
         if importlib.util.find_spec(package) is None:
             raise RuntimeError(f"the report needs the package {package!r}: pip install 'hf_efficient[demo]'")
-    prompts, text = read_measured(options)
+    prompts, text = read_measured(options, KEYS)
     _check(options)
     compared = [{"name": "transformers", "quantization": None, "efficient": False}]
     compared += [{**variants.variant_of(config), "efficient": True} for config in options.config]
@@ -70,13 +70,13 @@ def run(options: argparse.Namespace) -> Result:
         "progress": not options.quiet,
     }
     with tempfile.TemporaryDirectory() as scratch:
-        shared["tokens"] = variants.tokenize(model, text, options.windows, scratch)
+        shared["tokens"], length = variants.tokenize(model, text, options.windows, scratch)
         results = variants.measure_all(shared, compared, scratch)
     content = {
         "model": samples.SAMPLE_MODEL if is_sample else model,
         "model_source": samples.SAMPLE_MODEL_SOURCE if is_sample else None,
         "text": options.text or "Wikipedia articles of gensim's test data",
-        "windows": [options.windows, variants.WINDOW_LENGTH],
+        "windows": [options.windows, length],
         "prompts": len(prompts),
         "new_tokens": options.new_tokens,
         "assistant": options.assistant,

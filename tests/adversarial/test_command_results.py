@@ -11,6 +11,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers.utils import logging
 
 from hf_efficient.cli import main, measure, variants
 from hf_efficient.cli import run as run_command
@@ -74,6 +75,28 @@ def test_run_measures_the_config_that_is_given(made, tmp_path, monkeypatch, caps
     assert measure.measure(variant, False)["weight_bytes"] > 0
     format = loaded[0].model.layers[0].mlp.up_proj.format
     assert isinstance(format, Int8Format) and format.zero_point and loaded[0].dtype == torch.bfloat16
+
+
+def test_windows_are_no_longer_than_the_model(made, tmp_path):
+    """`run` ended in a traceback for models of fewer than 1,024 positions."""
+    path, length = variants.tokenize(str(made / "tiny"), TEXT * 60, 2, str(tmp_path))
+    assert length == 256 and load_file(path)["windows"].shape == (2, 256)
+
+
+def test_what_reads_packed_zero_points_and_a_missing_tokenizer_are_said(made, tmp_path, capsys, monkeypatch):
+    for words, reader in (([], "transformers (dequantize=True)"), (["--symmetric"], "transformers")):
+        name = f"small{len(words)}"
+        words = [str(made / "tiny"), "--output", str(tmp_path / name), "--method", "rtn", "--group-size", "32", *words]
+        assert main(["quantize", *words]) == 0
+        output = ["--output", str(tmp_path / f"{name}-out"), "--format", "compressed-tensors"]
+        assert main(["export", str(tmp_path / name), *output]) == 0
+        assert capsys.readouterr().out.rstrip().endswith(f"read by vLLM, SGLang, {reader}")
+    said = []
+    monkeypatch.setattr(logging.get_logger("hf_efficient.cli.push"), "warning", said.append)
+    assert main(["push", str(tmp_path / "small0"), str(tmp_path / "pushed")]) == 0 and not said
+    (tmp_path / "small0" / "tokenizer_config.json").unlink()
+    assert main(["push", str(tmp_path / "small0"), str(tmp_path / "again")]) == 0
+    assert "small0 has no tokenizer" in said[0]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,14 @@
 """Values of `hf-efficient`'s options that are not allowed: numbers, names, configs, calibration text."""
 
+import argparse
 import importlib.util
 
 import pytest
 from command_lines import WANTED, with_option
+
+from hf_efficient.byte_sizes import parse_bytes
+from hf_efficient.cli.error_messages import in_option_names
+from hf_efficient.evaluation import samples
 
 
 NUMBERS = {
@@ -55,6 +60,41 @@ def test_values_are_refused_in_the_words_of_the_command(command, option, value, 
     status, printed = call_command(*with_option(command, option, value))
     name = option.removeprefix("--").replace("-", "_")
     assert status in (1, 2) and option in printed and f"{name}=" not in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--method", "rtn", "--num-samples", "2"], "--num-samples is of methods that read text"),
+        (["--method", "hqq", "--calibration", "text.txt"], "--calibration is of methods that read text"),
+        (["--method", "gptq", "--checkpoint-dir", "text.txt"], "--checkpoint-dir text.txt is a file; give a folder"),
+        (["--method", "kmeans"], "--method kmeans learns a codebook: give --codebook kmeans"),
+    ],
+)
+def test_options_that_would_do_nothing(words, message, refused):
+    refused(["quantize", *WANTED["quantize"], *words], message)
+    if "--calibration" in words:
+        refused(["prune", *WANTED["prune"], *words[2:]], message)
+
+
+def test_a_folder_that_is_not_compressed_is_no_config(refused):
+    refused(with_option("run", "--config", "tiny"), "--config tiny: the model in this folder is not compressed")
+
+
+def test_messages_in_the_words_of_the_command():
+    options = argparse.Namespace(command="quantize", calibration=None, config=None)
+    text = in_option_names("give it text (calibration=hf_efficient.CalibrationConfig(dataset='a.txt'))", options, {})
+    assert text == "give it text (--calibration FILE)"
+    assert parse_bytes("memory", "4000000000") == 4 * 10**9
+
+
+@pytest.mark.parametrize(("make", "way"), [("sample_text", "--text FILE"), ("sample_model", "--model")])
+def test_without_a_network_the_way_out_is_named(make, way, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(samples.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(samples.subprocess, "run", lambda *args, **kwargs: argparse.Namespace(returncode=1))
+    with pytest.raises(RuntimeError, match=f"could not download .*hf-efficient.*{way}"):
+        getattr(samples, make)()
 
 
 TEXTS = {  # commands that look at text

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from helpers import TEXT, is_installed
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_efficient.cli import main
+from hf_efficient.cli import evaluate, main, path_checks
 from hf_efficient.integrations import evaluation_card, hub
 
 
@@ -124,12 +125,20 @@ def test_a_card_of_the_users_own_is_kept_around_the_figures():
         (["small", "--text", "text.txt", "--windows", "1000"], "--windows 1000: the text has"),
         (["small", "--text", "text.txt", "--window-length", "9999"], "--window-length 9999: the model takes at most"),
         (["small", "--output", "small"], "--output small is a folder; give a file"),
+        (["small", "--output", "text.txt"], "--output text.txt exists already and is no result of this command"),
+        (["small", "--output", "small/config.json"], "--output small/config.json exists already and is no result"),
+        (["small", "--output", "small/new.json"], "--output small/new.json lies in the model's folder"),
+        (["small", "--output", "old.json", "--text", "old.json"], "--output old.json is the text"),
         (["nowhere/at/all"], "nowhere/at/all"),
         (["owner/name", "--card"], "owner/name"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message, folder, capsys):
+    (folder / "old.json").write_text(json.dumps(dict.fromkeys(evaluate.KEYS)))  # an earlier result
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert main(["evaluate", *arguments]) == 1
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == files
+    assert path_checks.check_file("--output", "old.json", evaluate.KEYS) == Path("old.json"), "which may be replaced"
     printed = capsys.readouterr().err
     assert message in printed and "Traceback" not in printed
 

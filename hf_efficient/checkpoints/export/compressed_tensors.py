@@ -20,7 +20,8 @@ BITS = (2, 4, 8)  # the layout of 3 bits differs between releases of the package
 class CompressedTensors(FolderTarget):
     """Weights of 2, 4 and 8 bits as "pack-quantized", `W8A8Config` as "int-quantized" and "float-quantized", FP4 as
     "nvfp4-pack-quantized" and "mxfp4-pack-quantized". vLLM wants 4 bits or symmetric 8 bits in groups of 32, 64 or 128
-    or per channel, and symmetric int8 weights; transformers reads all of it."""
+    or per channel, and symmetric int8 weights. transformers reads all of it, packed zero points only with
+    dequantize=True."""
 
     def __init__(self, source: Source):
         check_layers(source, "compressed-tensors", _why_not)
