@@ -54,9 +54,15 @@ def check_question(prompt: Prompt, reorder: bool, groups: list[Group], is_classi
 
 
 def budget_of(
-    groups: list[Group], words: list[Word], forced: set[int], total: int, keep: float | None, tokens: int | None
+    groups: list[Group],
+    words: list[Word],
+    forced: set[int],
+    total: int,
+    keep: float | None,
+    tokens: int | None,
+    shortest: int,
 ) -> int:
-    """How many tokens of the parts stay, `forced` among them."""
+    """How many tokens of the parts stay, `forced` among them. shortest: tokens of the shortest word."""
     inside = [index for group in groups if group.kind is not None for index in group.words]
     droppable = sum(len(words[index]) for index in inside)
     must = sum(len(words[index]) for index in inside if index in forced)
@@ -69,4 +75,6 @@ def budget_of(
             f"tokens={tokens}, but {total - droppable + must} of the prompt's {total} always stay: the question, "
             "system messages, the chat template, special tokens and keep_words"
         )
+    if tokens < shortest:
+        raise ValueError(f"tokens={tokens}, but the shortest word of the prompt has {shortest}, and words stay whole")
     return tokens - (total - droppable)

@@ -9,7 +9,7 @@ from hf_efficient.prompts import prompt as prompts
 from hf_efficient.prompts.classifier import kept_by_classifier
 from hf_efficient.prompts.groups import Group, forced_words, grouped, order_of
 from hf_efficient.prompts.perplexity import PerplexityRanker
-from hf_efficient.prompts.tokens import Word, tokenize
+from hf_efficient.prompts.tokens import Word, shortest, tokenize
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class PromptCompressor:
     https://arxiv.org/abs/2310.06839). A token classifier with two labels, such as the published checkpoints of
     LLMLingua-2 (https://arxiv.org/abs/2403.12968), needs one forward and drops what it would not keep.
 
-    Words are dropped whole. Scripts without spaces are dropped token by token.
+    Words are dropped whole. Scripts without spaces (Chinese, Japanese, Thai, Lao, Khmer, Burmese, Tibetan) are dropped
+    token by token; combining marks stay with their letter. At least the shortest word stays.
 
     Args:
         model: a causal language model or a token classifier, or the folder or name of one.
@@ -83,9 +84,10 @@ class PromptCompressor:
 
         Raises:
             TypeError: for an argument of another type.
-            ValueError: for a value out of range, an empty prompt or question, fewer `tokens` than must stay or more
-                than there are, a question too long for the model's positions, a question that a classifier cannot
-                use because the prompt does not say it, or `reorder` without documents and a question.
+            ValueError: for a value out of range, an empty prompt or question, fewer `tokens` than must stay or than the
+                shortest word has, more than there are, a question too long for the model's positions, a question that
+                a classifier cannot use because the prompt does not say it, or `reorder` without documents and a
+                question.
         """
         checks.check_budget(keep, tokens)
         checks.check_words(keep_words)
@@ -105,7 +107,8 @@ class PromptCompressor:
         groups = grouped(read, words, fixed, steered)
         checks.check_question(read, reorder, groups, self.is_classifier)
         forced = forced_words(read, words, keep_words)
-        budget = checks.budget_of(groups, words, forced, len(ids), keep, tokens)
+        least = shortest(words, read.text)
+        budget = checks.budget_of(groups, words, forced, len(ids), keep, tokens, len(words[least]))
         with torch.no_grad(), small_model.evaluating(self.model):
             if self.is_classifier:
                 kept = kept_by_classifier(self.model, self.tokenizer, read.text, ids, words, groups, forced, budget)
@@ -116,7 +119,7 @@ class PromptCompressor:
                     order = order_of(groups, worth)
                     groups, worth = [groups[index] for index in order], [worth[index] for index in order]
                 kept = ranker.kept(groups, worth, forced, budget)
-        return _result(read, ids, words, groups, kept)
+        return _result(read, ids, words, groups, kept or {least})
 
 
 def _result(read: prompts.Prompt, ids: list[int], words: list[Word], groups: list[Group], kept: set[int]):

@@ -36,8 +36,15 @@ class Context:
     def surprisal(self, tokens: list[int]) -> torch.Tensor:
         """-log p of every token after the context and the tokens before it: float32 [len(tokens)], nats, on the CPU.
 
-        The context stays as it is. A token that nothing stands before gets the log of the vocabulary's size.
+        The context stays as it is. A token that nothing stands before gets the log of the vocabulary's size. Of more
+        tokens than the model has positions each is judged after those that fit.
         """
+        if self.positions is not None and len(tokens) > (room := self.positions - len(self.head)):
+            step, parts = max(room // 2, 1), []
+            for start in range(0, len(tokens), step):
+                first = max(start + step - room, 0)
+                parts.append(self.surprisal(tokens[first : start + step])[start - first :])
+            return torch.cat(parts)
         self._make_room(len(tokens))
         last, logits = self.last, self._forward(tokens, copy.deepcopy(self.cache)).logits[0]
         if last is None:

@@ -4,6 +4,10 @@ import unicodedata
 from dataclasses import dataclass
 
 
+_SPACELESS = ("THAI ", "LAO ", "KHMER ", "MYANMAR ", "TIBETAN ")  # besides those of double width
+_VIRAMA = 9  # combining class
+
+
 @dataclass(frozen=True)
 class Word:
     """Neighbouring tokens that are kept or dropped together.
@@ -64,16 +68,29 @@ def _pieces(text: str, cuts: list[int]) -> list[tuple[int, int]]:
 
 
 def _is_boundary(text: str, at: int) -> bool:
-    """Whether one word ends and another begins before character `at`. Scripts without spaces are cut anywhere."""
+    """Whether one word ends and another begins before character `at`. Scripts without spaces are cut anywhere but
+    before combining marks, and after those that bind the next letter."""
     if at >= len(text):
         return True
     before, after = text[at - 1], text[at]
     if before.isspace() or after.isspace():  # white space belongs to what follows it, but a line break stands alone
         return before == "\n" and not after.isspace() or not before.isspace()
+    if unicodedata.category(after).startswith("M") or unicodedata.combining(before) == _VIRAMA:
+        return False
     return not (_joins(before) and _joins(after))
 
 
 def _joins(character: str) -> bool:
     if unicodedata.east_asian_width(character) in "WF":
         return False
+    if unicodedata.name(character, "").startswith(_SPACELESS):
+        return character.isdecimal()
     return character.isalnum() or unicodedata.category(character).startswith("M")
+
+
+def shortest(words: list[Word], text: str) -> int:
+    """Index of the word of the fewest tokens that is not white space alone."""
+    return min(
+        (index for index, word in enumerate(words) if text[word.start : word.end].strip()),
+        key=lambda index: len(words[index]),
+    )

@@ -2,12 +2,14 @@
 
 import itertools
 import re
+import unicodedata
 
 import pytest
 from helpers import tiny_model
 from prompt_models import CHAT_TEMPLATE, SENTENCES, byte_tokenizer, classifier, roberta_tokenizer
 
 from hf_efficient import PromptCompressor
+from hf_efficient.prompts.tokens import tokenize
 
 
 QUESTION = "Who reads in the tower?"
@@ -93,6 +95,30 @@ def test_words_are_kept_or_dropped_whole(compressor):
     for sign in ".,:":
         text = text.replace(sign, " ")
     assert len(text.split()) > 5 and set(text.split()) <= words
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\u0e1b\u0e23\u0e30\u0e40\u0e17\u0e28\u0e44\u0e17\u0e22\u0e21\u0e35\u0e40\u0e21\u0e37\u0e2d\u0e07\u0e2b\u0e25\u0e27\u0e07",
+        "\u0e9b\u0eb0\u0ec0\u0e97\u0e94\u0ea5\u0eb2\u0ea7\u0ea1\u0eb5\u0ec1\u0ea1\u0ec8\u0e99\u0ec9\u0eb3\u0e82\u0ead\u0e87",
+        "\u1797\u17b6\u179f\u17b6\u1781\u17d2\u1798\u17c2\u179a\u1798\u17b6\u1793\u17a2\u1780\u17d2\u179f\u179a",
+        "\u1019\u103c\u1014\u103a\u1019\u102c\u1018\u102c\u101e\u102c\u1005\u1000\u102c\u1038",
+        "\u0f56\u0f7c\u0f51\u0f0b\u0f66\u0f90\u0f51\u0f0b\u0f61\u0f72\u0f42\u0f0b",
+    ],
+    ids=["Thai", "Lao", "Khmer", "Burmese", "Tibetan"],
+)
+def test_scripts_without_spaces_are_cut_between_letters(language_model, text):
+    _, words = tokenize(language_model.tokenizer, text, [])
+    starts = [text[word.start] for word in words]
+    assert len(words) > len(text) / 3 and not any(unicodedata.category(each).startswith("M") for each in starts)
+    assert not any(text[word.end - 1] == "\u17d2" for word in words)  # it binds the next letter
+    assert 0 < len(language_model.compress(text, keep=0.5).text) < len(text)
+
+
+def test_the_shortest_word_stays_at_least(language_model):
+    prompt = "unbelievably incomprehensible \n words"
+    assert language_model.compress(prompt, keep=1e-9).text.strip() == "words"
 
 
 @pytest.mark.parametrize("keep", [0.05, 0.5])

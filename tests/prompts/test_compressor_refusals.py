@@ -27,6 +27,7 @@ CASES = {
     "no tokens": (SENTENCES, dict(tokens=0), ValueError, "tokens=0 is not at least 1"),
     "half tokens": (SENTENCES, dict(tokens=2.5), TypeError, "tokens=2.5 is no whole number"),
     "more tokens": ("the river", dict(tokens=500), ValueError, "tokens=500, but the prompt has"),
+    "less than a word": ("Supercalifragilistic", dict(tokens=2), ValueError, "tokens=2, but the shortest word"),
     "less than must": (
         dict(documents=["the sea"], question="Who reads?"), dict(tokens=2), ValueError, "always stay: the question",
     ),

@@ -76,3 +76,19 @@ def test_of_a_text_too_long_the_end_is_read():
     model = tiny_model("llama", max_position_embeddings=32)
     [found] = surprisal_after(model, [TOKENS[:100]], TOKENS[100:107], HEAD, 32)
     assert found == pytest.approx(expected(model, HEAD + TOKENS[76:107])[-7:].mean().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("head", [[], HEAD])
+@torch.no_grad()
+def test_more_tokens_than_positions_are_judged_in_parts(head):
+    """gpt2 has no embedding for a position too many."""
+    model = tiny_model("gpt2", max_position_embeddings=32)
+    context = Context(model, head, 32)
+    found = context.surprisal(TOKENS[:100]).double()
+    room = 32 - len(head)
+    step = room // 2
+    for stop in (step, 4 * step, 100):  # in the middle of the text half of the positions are context
+        begin = 0 if stop == step else (100 - 100 % step + step if stop == 100 else stop) - room
+        one = expected(model, head + TOKENS[begin:stop])
+        torch.testing.assert_close(found[stop - 4 : stop], one[-4:], atol=2e-4, rtol=1e-4)
+    assert len(found) == 100
