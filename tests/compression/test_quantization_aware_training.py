@@ -7,7 +7,10 @@ import pytest
 import table
 import torch
 from helpers import assert_close, tiny_model
+from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm, Qwen3NextRMSNormGated
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import hf_efficient
@@ -15,6 +18,7 @@ from hf_efficient import recover
 from hf_efficient.calibration.divergence import distillation_loss
 from hf_efficient.compression.recovery.coded_experts import CodedExperts
 from hf_efficient.compression.recovery.coded_linear import CodedLinear
+from hf_efficient.compression.recovery.learned_norm import RATE, LearnedNorm
 from hf_efficient.compression.recovery.unpacking import discard, unpack
 from hf_efficient.layers import EfficientLinear
 
@@ -175,6 +179,24 @@ def test_experts_that_do_not_learn_are_named(caplog):
     )
     changed = {name for name, t in model.state_dict().items() if not torch.equal(t, start[name])}
     assert changed and not [name for name in changed if "experts" in name]
+
+
+@pytest.mark.parametrize(
+    "norm", [Qwen3NextRMSNorm, NemotronLayerNorm1P, Qwen3NextRMSNormGated, nn.LayerNorm], ids=lambda n: n.__name__
+)
+def test_norms_learn_relative_to_what_they_multiply_by(norm):
+    """Some store what it is beyond 1, which is 0 in a new model."""
+    norm, factors = norm(64), torch.linspace(0.5, 2, 64)
+    offset = float(type(norm) in (Qwen3NextRMSNorm, NemotronLayerNorm1P))
+    with torch.no_grad():
+        norm.weight.copy_(factors - offset)
+    if hasattr(norm, "bias"):
+        nn.init.normal_(norm.bias)
+    (group,) = LearnedNorm(norm).groups(1.0)
+    assert group["lr"] == pytest.approx(RATE * factors.mean().item())
+    nn.init.constant_(norm.weight, 1 - offset)
+    (group,) = LearnedNorm(norm).groups(1.0)
+    assert group["lr"] == RATE
 
 
 def test_the_attention_that_a_model_is_served_with_gives_the_loss_of_sdpa(folder):

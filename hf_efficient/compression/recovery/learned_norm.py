@@ -1,5 +1,6 @@
 """Norms while a model is trained: their weights learn in float32."""
 
+import inspect
 from collections import Counter
 from collections.abc import Collection
 
@@ -10,7 +11,7 @@ from torch.func import functional_call
 from hf_efficient.calibration.folding import is_norm
 
 
-RATE = 0.1  # learning rate relative to the mean of a norm's absolute values, in units of that of weights under codes
+RATE = 0.1  # learning rate relative to the mean of a norm's absolute factors, in units of that of weights under codes
 
 
 class LearnedNorm(nn.Module):
@@ -30,7 +31,8 @@ class LearnedNorm(nn.Module):
 
     def groups(self, rate: float) -> list[dict]:
         """The weight with its learning rate."""
-        return [{"params": [self.learned], "lr": RATE * rate * self.learned.detach().abs().mean().item()}]
+        size = (self.learned.detach() + _offset(self._origin[0])).abs().mean().item()
+        return [{"params": [self.learned], "lr": RATE * rate * (size or 1.0)}]
 
     @property
     def weight(self) -> torch.Tensor:
@@ -56,6 +58,20 @@ class LearnedNorm(nn.Module):
         origin = self._origin[0].to(self.learned.device)
         origin.weight.copy_(self.learned)
         return origin.train(self.training)
+
+
+@torch.no_grad()
+def _offset(norm: nn.Module) -> float:
+    """What `norm` adds to its weight: 1.0 for those that multiply by (1 + weight), as Gemma's, else 0.0. Decided by
+    running it with a weight of 0, under which others tell no token from its negative."""
+    row = torch.randn(1, len(norm.weight), generator=torch.Generator().manual_seed(0)).to(norm.weight)
+    tokens, none = torch.cat([row, -row]), torch.zeros_like(norm.weight)
+    gate = {"gate": tokens.abs()} if "gate" in inspect.signature(norm.forward).parameters else {}
+    try:
+        found = functional_call(norm, {"weight": none}, (tokens,), gate)
+    except Exception:  # it has another signature
+        return 0.0
+    return 1.0 if (found[0] != found[1]).any() else 0.0
 
 
 def learned_norms(model: nn.Module, layers: Collection[str]) -> dict[str, LearnedNorm]:
