@@ -191,6 +191,7 @@ def test_an_interrupted_draft_model_goes_on_and_another_is_refused(teacher, tmp_
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(draft_model, "expected_acceptance", interrupted)
         train_draft(target, tokenizer, output, "model", draft=copy.deepcopy(small), **arguments)
+    AutoModelForCausalLM.from_pretrained(output)  # it was saved before it was measured
     for changes, name in (
         ({"model": tiny_model("llama", torch.bfloat16, seed=9, eos_token_id=None)}, "model"),
         ({"prompts": PROMPTS[1:]}, "prompts"),
@@ -213,3 +214,25 @@ def test_answers_are_written_so_many_at_once_and_end_in_time(teacher, monkeypatc
     monkeypatch.setattr(written, "sample", lambda model, ids, *args: sizes.append(len(ids)) or write(model, ids, *args))
     rows = answers(teacher, tiny_tokenizer(), PROMPTS * 2, 64, 12, 0, batch_size=3, is_late=lambda: len(sizes) == 2)
     assert sizes == [3, 3] and 3 < len(rows) <= 6
+
+
+def test_what_no_draft_can_learn_from_is_refused_before_anything_is_made(teacher, tmp_path):
+    tokenizer, output, small = tiny_tokenizer(), tmp_path / "draft", dict(n_positions=32, eos_token_id=None)
+    empty, short = {"prompts": ["abc", ""]}, {"max_new_tokens": 30}
+    for model, changes, message in (
+        (teacher, empty, "prompts.1.='' has no tokens"),
+        (teacher, {**empty, "kind": "eagle"}, "prompts.1.='' has no tokens"),
+        (tiny_model("gpt2", **small), short, "max_new_tokens=30: the longest prompt has 5 tokens, .* 32 positions"),
+        (teacher, {**short, "draft": tiny_model("gpt2", **small), "layers": None}, "GPT2LMHeadModel learned 32"),
+    ):
+        given = {"kind": "model", "layers": 1, "prompts": ["abcde"], "max_new_tokens": 4, "num_tokens": 8, **changes}
+        given |= {"layers": None} if given["kind"] == "eagle" else {}
+        with pytest.raises(ValueError, match=message):
+            train_draft(model, tokenizer, output, **given)
+        assert not any(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="prompts.0.='' has no tokens"):
+        answers(teacher, tokenizer, [""], 64, 12, 0)
+    ends = tiny_model("llama", torch.bfloat16)
+    ends.generation_config.eos_token_id = list(range(128))
+    with pytest.raises(ValueError, match="LlamaForCausalLM ends all 3 answers of a batch at once"):
+        train_draft(ends, tokenizer, output, prompts=PROMPTS, num_tokens=8, max_new_tokens=4, batch_size=3)

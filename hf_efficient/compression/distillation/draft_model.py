@@ -70,10 +70,10 @@ def train_draft_model(
     how = dict(sequence_length=LENGTH, divergence="jensen_shannon", learning_rate=learning_rate, seed=seed)
     options = RecoveryOptions(batch_size=batch, checkpoint_dir=folder, **how, **budget)
     result = learn(draft, model, rows, [], options, on_policy=ON_POLICY)
+    draft.save_pretrained(output)  # first: of the held-out answers none may be left to measure on
+    tokenizer.save_pretrained(output)
     draft.expected_acceptance = expected_acceptance(draft, model, tokenizer, held_out, max_new_tokens, seed)
     logger.info(f"draft model: {result['steps']} steps, expected acceptance {draft.expected_acceptance:.3f}")
-    draft.save_pretrained(output)
-    tokenizer.save_pretrained(output)
     return draft
 
 

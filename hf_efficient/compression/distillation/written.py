@@ -11,6 +11,7 @@ from transformers.utils import logging
 from hf_efficient.compression.stored_text import stored_text
 from hf_efficient.generation.decode import speculative_generate
 from hf_efficient.generation.model_traits import check_ragged
+from hf_efficient.generation.training.prompts import check_prompts
 
 
 _ROWS = 32  # texts that are written at once
@@ -89,9 +90,11 @@ def answers(
         `pad` later.
 
     Raises:
-        ValueError: nothing is left, or a folder with the text of another run.
+        ValueError: a prompt has no tokens, an answer would leave the teacher's learned positions, nothing is left, or
+            a folder with the text of another run.
     """
     encoded = _encode(tokenizer, prompts, length)
+    check_prompts(teacher, prompts, [len(row) for row in encoded], new)
     arguments = {"prompts": hashlib.sha256(json.dumps(encoded).encode()).hexdigest(), "sequence_length": length}
     arguments |= {"max_new_tokens": new, "seed": seed, "batch_size": batch_size}
     write = lambda: _written(teacher, encoded, length, new, seed, batch_size, is_late)  # noqa: E731
@@ -151,4 +154,4 @@ def _encode(tokenizer, prompts: list[str], length: int) -> list[list[int]]:
         encoded = tokenizer(prompts, add_special_tokens=False)["input_ids"]
     else:
         encoded = tokenizer(prompts)["input_ids"]
-    return [row[: max(1, length // 2)] for row in encoded if row]
+    return [row[: max(1, length // 2)] for row in encoded]

@@ -1,6 +1,10 @@
-"""Chat prompts to train draft heads on when the user brings none: everyday tasks crossed with subjects."""
+"""Chat prompts to train draft heads on when the user brings none: everyday tasks crossed with subjects; and which ones
+a model can answer."""
 
 import random
+from collections.abc import Sequence
+
+from hf_efficient.generation.model_traits import learned_positions
 
 
 _TASKS = """\
@@ -131,3 +135,19 @@ def default_prompts(seed: int = 0) -> list[str]:
     prompts += [whole[i % len(whole)] for i in range(len(prompts) // 7)]
     generator.shuffle(prompts)
     return prompts
+
+
+def check_prompts(model, prompts: Sequence[str], lengths: Sequence[int], max_new_tokens: int) -> None:
+    """Raises ValueError for a prompt without tokens, and where an answer would leave the learned positions of `model`.
+
+    lengths: tokens of each prompt.
+    """
+    if 0 in lengths:
+        first = lengths.index(0)
+        raise ValueError(f"prompts[{first}]={prompts[first]!r} has no tokens: leave it out")
+    positions, longest = learned_positions(model), max(lengths)
+    if positions is not None and longest + max_new_tokens > positions:
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens}: the longest prompt has {longest} tokens, and {type(model).__name__} "
+            f"learned {positions} positions"
+        )

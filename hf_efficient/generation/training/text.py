@@ -78,10 +78,15 @@ def generate_text(
     seed = seed * 1_000_003 + number
     chosen = own_prompts(model, tokenizer, batch_size, seed) if prompts is None and number % 4 > 1 else []
     chosen += [given[(number * batch_size + i) % len(given)] for i in range(batch_size - len(chosen))]
-    inputs = _encode(tokenizer, chosen).to(model.device)
+    inputs = encode(tokenizer, chosen, return_tensors="pt", padding=True, padding_side="left").to(model.device)
     sampling = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0} if number % 2 else {"do_sample": False}
     options = {**sampling, "max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id}
     rows = (_recorded if are_kept(model) else _generated)(model, inputs, seed, options)
+    if not rows:
+        raise ValueError(
+            f"{type(model).__name__} ends all {len(chosen)} answers of a batch at once: give other prompts, or a "
+            "larger batch_size"
+        )
     tensors = {
         "tokens": torch.cat([row.tokens for row in rows]),
         "lengths": torch.tensor([len(row.tokens) for row in rows]),
@@ -188,7 +193,8 @@ def _as_chat(tokenizer, prompt: str) -> str:
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
-def _encode(tokenizer, prompts: list[str]):
+def encode(tokenizer, prompts: list[str], **options):
+    """What `tokenizer` makes of the prompts, in its chat template where it has one. options: of its call."""
     is_chat = tokenizer.chat_template is not None
     prompts = [_as_chat(tokenizer, prompt) for prompt in prompts] if is_chat else prompts
-    return tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=not is_chat)
+    return tokenizer(prompts, add_special_tokens=not is_chat, **options)

@@ -12,9 +12,10 @@ from hf_efficient.files import atomic_write
 from hf_efficient.generation.drafters.draft_heads import KINDS, DraftHeads, class_of
 from hf_efficient.generation.model_traits import check_ragged, decoder_layers
 from hf_efficient.generation.training.distill import BATCH_ROWS, batch_rows, distill, measure, step_seconds
+from hf_efficient.generation.training.prompts import check_prompts, default_prompts
 from hf_efficient.generation.training.rows import frequent_tokens, load_rows, split_rows
 from hf_efficient.generation.training.target_states import hidden_of
-from hf_efficient.generation.training.text import collect_text
+from hf_efficient.generation.training.text import collect_text, encode
 
 
 HELD_OUT = 20  # the answers to one prompt in so many are held out: accuracies are measured on them
@@ -117,10 +118,14 @@ def train_draft(
     answers = {"batch_size": batch_size, "max_new_tokens": max_new_tokens, "seed": seed}
     run = {"model": _fingerprint(model), "prompts": prompts, "num_tokens": num_tokens, **answers}
     if is_model:
-        from hf_efficient.compression.distillation.draft_model import check_draft, train_draft_model
+        from hf_efficient.compression.distillation.draft_model import LENGTH, check_draft, train_draft_model
 
         check_draft(model, draft, layers)
         run["draft"] = layers if draft is None else _fingerprint(draft)
+    given = default_prompts(seed) if prompts is None else prompts
+    lengths = [len(row[: LENGTH // 2] if is_model else row) for row in encode(tokenizer, given)["input_ids"]]
+    for reader in (model, draft) if draft is not None else (model,):
+        check_prompts(reader, given, lengths, max_new_tokens)
     folder = output.with_name(output.name + "-progress") if cache is None else Path(cache)
     folder.mkdir(parents=True, exist_ok=True)
     progress = _Progress(folder, run)
