@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 _SPACELESS = ("THAI ", "LAO ", "KHMER ", "MYANMAR ", "TIBETAN ")  # besides those of double width
-_VIRAMA = 9  # combining class
+_STACKERS = "\u1039\u17d2"  # of Burmese and Khmer: the next letter stands below the one before
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ def _pieces(text: str, cuts: list[int]) -> list[tuple[int, int]]:
 
 def _is_boundary(text: str, at: int) -> bool:
     """Whether one word ends and another begins before character `at`. Scripts without spaces are cut anywhere but
-    before combining marks, and after those that bind the next letter."""
+    before combining marks and letters that stand below another."""
     if at >= len(text):
         return True
     before, after = text[at - 1], text[at]
     if before.isspace() or after.isspace():  # white space belongs to what follows it, but a line break stands alone
         return before == "\n" and not after.isspace() or not before.isspace()
-    if unicodedata.category(after).startswith("M") or unicodedata.combining(before) == _VIRAMA:
+    if unicodedata.category(after).startswith("M") or before in _STACKERS:
         return False
     return not (_joins(before) and _joins(after))
 
