@@ -9,6 +9,7 @@ import torch
 from helpers import assert_close
 
 from hf_efficient.kernels.attention import api
+from hf_efficient.kernels.attention.ragged import attend_ragged
 
 
 FLOAT32 = dict(rms=1e-5, maximum=1e-4, reason="float32 sums in another order")
@@ -17,6 +18,7 @@ OPTIONS = {
     "causal": dict(causal=True),
     "window": dict(causal=True, window_size=(2, 2)),
     "two-sided window": dict(window_size=(1, 2)),
+    "right window": dict(window_size=(-1, 2)),
     "scale": dict(causal=True, softmax_scale=0.7),
     "softcap": dict(causal=True, softcap=1.5),
     "sinks": dict(causal=True, sinks=True),
@@ -56,7 +58,7 @@ def options_for(label, heads):
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2), (4, 1)])
 def test_flash_attn_func(label, heads, kv_heads, nan_poison):
     options = options_for(label, heads)
-    for queries, keys, value_dim in ((5, 5, 16), (1, 9, 16), (4, 9, 8), (7, 3, 16), (2, 0, 16)):
+    for queries, keys, value_dim in ((5, 5, 16), (1, 9, 16), (4, 9, 8), (7, 3, 16), (5, 2, 16), (2, 0, 16)):
         q, k = torch.randn(2, queries, heads, 16), torch.randn(2, keys, kv_heads, 16)
         v = torch.randn(2, keys, kv_heads, value_dim)
         expected = torch.stack([naive(*row, **options) for row in zip(q, k, v)])
@@ -141,6 +143,26 @@ def test_what_it_cannot_do_is_said():
 
     with pytest.raises(RuntimeError, match='"cuda" and "cpu", not on \'mps\''):
         api.flash_attn_func(q.as_subclass(Elsewhere), k, k)
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    """Else one row is taken for all, or memory behind a tensor is read."""
+    q, k, starts = torch.randn(2, 3, 4, 8), torch.randn(2, 5, 2, 8), torch.tensor([0, 3], dtype=torch.int32)
+    lengths, table = torch.tensor([4, 4], dtype=torch.int32), torch.tensor([[0], [1]], dtype=torch.int32)
+    for wrong, message in (
+        (lambda: api.flash_attn_func(q, k, k[:, :2]), r"values of shape \(2, 2, 2, 8\) for keys of"),
+        (lambda: api.flash_attn_func(q, k[:1], k[:1]), r"k of shape \(1, 5, 2, 8\): must have 2 rows"),
+        (lambda: api.flash_attn_varlen_func(q[0], k[0], k[0, :2], starts, starts, 3, 3), "only D may differ"),
+        (lambda: api.flash_attn_with_kvcache(q, k, k[:, :2], cache_seqlens=lengths), "only D may differ"),
+        (lambda: api.flash_attn_with_kvcache(q, k, k, cache_seqlens=lengths[:1]), "cache_seqlens.*must have 2 rows"),
+        (lambda: api.flash_attn_with_kvcache(q, k, k, None, None, lengths, table[:1]), "block_table.*2 rows"),
+        (lambda: api.flash_attn_with_kvcache(q, k[:1], k[:1], cache_seqlens=lengths), "k_cache.*must have 2 rows"),
+        (lambda: api.flash_attn_with_kvcache(q, k, k, k[:1], k[:1], lengths), "k of shape.*must have 2 rows"),
+        (lambda: attend_ragged(q[0], k[0], k[0], k, k, lengths.flip(0).cumsum(0).flip(0).int(), lengths[:1], table[:1]),
+         "query_starts=.*never decrease"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            wrong()
 
 
 def test_transformers_sees_every_feature():

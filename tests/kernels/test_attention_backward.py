@@ -8,7 +8,7 @@ from test_attention_api import FLOAT32, OPTIONS, naive, options_for
 from hf_efficient.kernels.attention import api, policy
 
 
-SHAPES = ((5, 5, 16), (1, 9, 16), (4, 9, 8), (7, 3, 16), (2, 0, 16))  # queries, keys, channels of a value
+SHAPES = ((5, 5, 16), (1, 9, 16), (4, 9, 8), (7, 3, 16), (5, 2, 16), (2, 0, 16))  # queries, keys, channels of a value
 
 
 def leaves(*tensors):

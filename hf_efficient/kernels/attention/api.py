@@ -24,6 +24,14 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: f
         raise ValueError(f"{q.shape[-2]} query heads are not a multiple of {k.shape[-2]} key heads")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"queries, keys and values of different dtypes: {q.dtype}, {k.dtype}, {v.dtype}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"values of shape {tuple(v.shape)} for keys of shape {tuple(k.shape)}: only D may differ")
+
+
+def _check_rows(q: torch.Tensor, **tensors: torch.Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)}: must have {q.shape[0]} rows, as q has")
 
 
 def _wants_gradients(*tensors: torch.Tensor | None) -> bool:
@@ -59,10 +67,11 @@ def flash_attn_func(
 
     q, k, v, s_aux and the log-sum-exp have gradients.
 
-    Raises RuntimeError where the device is neither CPU nor CUDA, ValueError for dropout and for heads or dtypes that do
-    not fit each other.
+    Raises RuntimeError where the device is neither CPU nor CUDA, ValueError for dropout and for heads, dtypes, batches
+    or numbers of tokens that do not fit each other.
     """
     check_inputs(q, k, v, dropout_p)
+    _check_rows(q, k=k)
     return_lse = return_attn_probs or (ops.needs_lse(q) and _wants_gradients(q, k, v, s_aux))
     out, lse = _OPS.flash_attn(
         q, k, v, softmax_scale, causal, *window_size, float(softcap or 0.0), alibi_slopes, s_aux, return_lse
@@ -125,6 +134,9 @@ def flash_attn_with_kvcache(
         cache_seqlens = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     if not isinstance(cache_seqlens, torch.Tensor):
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    _check_rows(q, k=k, cache_seqlens=cache_seqlens, block_table=block_table)
+    if block_table is None:
+        _check_rows(q, k_cache=k_cache)
     out, lse = _OPS.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, cache_seqlens, block_table, softmax_scale, causal, *window_size,
         float(softcap or 0.0), alibi_slopes, s_aux, return_softmax_lse, tree_mask, k_scale, v_scale, k_min, v_min,

@@ -66,7 +66,7 @@ def _attention_gradients(call, q, k, v, grad_out, grad_lse, slopes):
     width, length = q.shape[1], k.shape[1]
     right = 0 if call.causal else call.right
     is_square = not call.causal or width == length
-    sees_all = (call.left < 0 or call.left >= length - 1) and (call.causal or right < 0 or right >= length - 1)
+    sees_all = (call.left < 0 or call.left >= length - 1) and (call.causal or right < 0 or right >= width - 1)
     has_scores = call.softcap or call.s_aux is not None or slopes is not None or grad_lse is not None
     if is_square and sees_all and not has_scores:
         turned = [x.transpose(1, 2) for x in (q, k, v)]

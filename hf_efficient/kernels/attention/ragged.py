@@ -51,7 +51,8 @@ def attend_ragged(
         [T, Hq, Dv], zeros for padding.
 
     Raises:
-        ValueError: a sequence has more than 64 new tokens beside `tree_mask`; a replay does not check that.
+        ValueError: query_starts decrease, or a sequence has more than 64 new tokens beside `tree_mask`; a replay does
+            not check that.
         RuntimeError: a sequence does not fit its block table, its ring or `wrap`, or the kernels do not take such
             tensors; nothing is written.
     """
@@ -104,6 +105,8 @@ def _describe(
 
 def _cpu(q, k, v, *args):
     starts, tree = args[4], args[-1]
+    if (places := starts.tolist()) != sorted(places) or places[0] < 0:
+        raise ValueError(f"query_starts={places}: must begin at 0 or later and never decrease")
     if tree is not None and int(starts.diff().max()) > 64:
         raise ValueError(
             f"tree_mask with {int(starts.diff().max())} new tokens of a sequence (query_starts): allowed are at most "

@@ -81,7 +81,7 @@ def _attend_batch(call: AttentionCall, q, k, v, queries: QueryBatch, present=Non
     options = dict(softmax_scale=call.softmax_scale, softcap=call.softcap, s_aux=call.s_aux)
     unmasked = queries.ancestors is None and queries.slopes is None and present is None and not call.return_lse
     unmasked = unmasked and length > 0 and (left < 0 or left >= length - 1)
-    if unmasked and (right < 0 or right >= length - 1 or (right == 0 and width == 1)):
+    if unmasked and (right < 0 or right >= width - 1):
         return attend(q, k, v, **options).contiguous(), q.new_empty(0, dtype=torch.float32)
     if unmasked and right == 0 and width == length and not call.softcap and call.s_aux is None:
         return attend(q, k, v, causal=True, **options).contiguous(), q.new_empty(0, dtype=torch.float32)
