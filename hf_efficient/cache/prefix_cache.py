@@ -49,8 +49,9 @@ class PrefixCache:
     loss is stored and not cut. What a compiled forward or a replayed CUDA graph appends is not stored, nor what follows
     it.
 
-    Active and merged adapters, autocast and changed weights are told apart. Weights that are changed through `.data`,
-    as by PEFT when it unmerges, which rounds them, need a `clear()`.
+    Active and merged adapters, autocast and changed weights are told apart. Other changes need a `clear()`: hooks that
+    are added or removed, other attributes of modules, and weights that are changed through `.data`, as by PEFT when it
+    unmerges, which rounds them.
 
     Several threads may use one PrefixCache (on CUDA: on one stream).
 
