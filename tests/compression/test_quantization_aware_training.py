@@ -6,7 +6,7 @@ import logging
 import pytest
 import table
 import torch
-from helpers import assert_close, tiny_model
+from helpers import assert_close, assert_same_tensors, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
@@ -167,6 +167,26 @@ def test_experts_learn_under_their_codes(name, tmp_path):
     model.save_pretrained(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)
     assert all(torch.equal(bytes_of(t), bytes_of(state[n])) for n, t in again.state_dict().items())
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["own", "tied"])
+def test_compressed_embeddings_stay_as_they_are(is_tied, tmp_path):
+    teacher = tiny_model("llama", tie_word_embeddings=is_tied)
+    teacher.save_pretrained(tmp_path / "dense")
+    config = hf_efficient.WeightOnlyConfig(bits=4, group_size=32, method="rtn", embeddings=True)
+    states = []
+    for _ in range(2):  # the second one takes what was learned from the folder
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
+        start, embedding = copy.deepcopy(model.state_dict()), model.get_input_embeddings()
+        unpack(model, teacher)
+        assert model.get_input_embeddings() is embedding
+        discard(model)
+        recover(model, teacher, TOKENS, steps=2, checkpoint_dir=tmp_path / "state")
+        states.append(model.state_dict())
+        assert states[-1].keys() == start.keys()
+        changed = {name for name, tensor in states[-1].items() if not torch.equal(tensor, start[name])}
+        assert "model.norm.weight" in changed and not [name for name in changed if "embed" in name or "head" in name]
+    assert_same_tensors(*states)
 
 
 def test_experts_that_do_not_learn_are_named(caplog):

@@ -9,6 +9,7 @@ from torch import nn
 from torch.func import functional_call
 
 from hf_efficient.calibration.folding import is_norm
+from hf_efficient.layers import CompressedModule
 
 
 RATE = 0.1  # learning rate relative to the mean of a norm's absolute factors, in units of that of weights under codes
@@ -78,9 +79,9 @@ def learned_norms(model: nn.Module, layers: Collection[str]) -> dict[str, Learne
     """name -> what takes the place of a norm of `model`. Norms inside `layers` learn there; shared ones stay."""
     shared = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     inside = tuple(f"{name}." for name in layers)
-    norms = {name: module for name, module in model.named_modules() if is_norm(module)}
     return {
         name: LearnedNorm(module)
-        for name, module in norms.items()
+        for name, module in model.named_modules()
+        if is_norm(module) and not isinstance(module, CompressedModule)  # whose placeholder is a vector, too
         if not f"{name}.".startswith(inside) and shared[id(module.weight)] == 1
     }

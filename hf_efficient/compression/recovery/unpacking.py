@@ -45,7 +45,8 @@ def unpack(model, teacher=None, keeps_codes: bool = True) -> None:
         if name in read:
             continue
         if isinstance(module, CompressedModule):
-            if isinstance(module, EfficientLinear) or learns(module):
+            is_linear = isinstance(module, EfficientLinear) and module.compressed_weights()  # else tied to an embedding
+            if is_linear or learns(module):
                 found[name] = module
         elif _is_plain(module) and module is not head and shared[id(module.weight)] == 1:
             found[name] = module
