@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> Result:
     exact = "unchanged" if report.rounding == 0 else f"changed by at most {report.rounding:.1e} of the largest"
     engines = _engines(report)
     base_model = hub.recorded_base_model(options.model) or options.model
-    write_record(report.path, options, "exported", base_model, made_from=options.model, engines=engines)
+    write_record(report.path, options, "exported", base_model, made_from=options.model, engines=[*report.engines])
     text = (
         f"{report.path}: {report.nbytes / 1e6:.1f} MB, {report.quantized_layers} compressed layers, weights {exact}; "
         f"read by {', '.join(engines)}"

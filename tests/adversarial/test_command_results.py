@@ -94,6 +94,8 @@ def test_what_reads_packed_zero_points_and_a_missing_tokenizer_are_said(made, tm
     said = []
     monkeypatch.setattr(logging.get_logger("hf_efficient.cli.push"), "warning", said.append)
     assert main(["push", str(tmp_path / "small0"), str(tmp_path / "pushed")]) == 0 and not said
+    assert main(["push", str(tmp_path / "small0-out"), str(tmp_path / "pushed-out")]) == 0
+    assert "dequantize=True" not in (tmp_path / "pushed-out" / "README.md").read_text(), "it shows our way"
     (tmp_path / "small0" / "tokenizer_config.json").unlink()
     assert main(["push", str(tmp_path / "small0"), str(tmp_path / "again")]) == 0
     assert "small0 has no tokenizer" in said[0]
