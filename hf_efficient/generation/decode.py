@@ -108,7 +108,7 @@ def _run_over_pool(request: GenerationRequest, version: model_state.ModelVersion
             source_tokens=None if request.source is None else request.source.tokens,
         )
         is_unchanged = version.snapshot.is_unchanged if entry.is_capturable and _runs_users_code(request) else None
-        output, captured = _run(request, entry, is_unchanged, pause)
+        output, captured = _run(request, entry, is_unchanged, version.snapshot.sees_changes, pause)
         if request.returns_dict and request.replaces_sample:
             output = as_transformers(output, request.cache)
         elif request.returns_dict and entry.is_capturable:  # the caller gets a cache that grows
@@ -119,9 +119,9 @@ def _run_over_pool(request: GenerationRequest, version: model_state.ModelVersion
     return output
 
 
-def _run(request: GenerationRequest, entry: PoolEntry, is_unchanged=None, pause=None):
-    """What `generate()` returns, and what was captured over the cache of `entry`. is_unchanged: as in `RaggedModel`.
-    pause: of the drafter that is left out."""
+def _run(request: GenerationRequest, entry: PoolEntry, is_unchanged=None, changes_model=None, pause=None):
+    """What `generate()` returns, and what was captured over the cache of `entry`. is_unchanged, changes_model: as in
+    `RaggedModel`. pause: of the drafter that is left out."""
     cache, drafter, sequences = entry.cache, request.drafter, request.sequences()
     target = ragged_model(
         request.model,
@@ -131,6 +131,7 @@ def _run(request: GenerationRequest, entry: PoolEntry, is_unchanged=None, pause=
         captured=entry.captured,
         is_capturable=entry.is_capturable,
         is_unchanged=is_unchanged,
+        changes_model=changes_model,
     )
     logits = target.prefill(sequences.tokens, request.generation_config, request.model_kwargs)
     returns_dict = request.returns_dict

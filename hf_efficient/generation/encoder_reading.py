@@ -55,7 +55,7 @@ class EncoderReading:
         if self._has_bias and (self.is_capturable or bias_sees_padding):
             self.cache.attend_over_pages(False)
         if self._has_bias and self.is_capturable:
-            self._bias = distance_bias(decoder_of(self.model))
+            self._bias = self._kept_bias(distance_bias(decoder_of(self.model)))
         model_kwargs = {**model_kwargs, **self._cached}
         with self._collecting_hidden(), self.cache.forward_context():
             logits = prefill(self.model, input_ids, generation_config, model_kwargs).logits[:, -1]
@@ -66,6 +66,14 @@ class EncoderReading:
         self.position = self._last_position(mask)
         self.mask = None if mask is None or self.cache.reads_pages else mask.to(self.model.device)
         return logits
+
+    def _kept_bias(self, bias: torch.Tensor) -> torch.Tensor:
+        """`bias`, in the tensor that forwards captured before read."""
+        if self.captured is None:
+            return bias
+        if self.captured.bias is None:
+            self.captured.bias = bias
+        return self.captured.bias.copy_(bias)
 
     def _encoder_mask(self, model_kwargs: dict) -> torch.Tensor | None:
         return model_kwargs.get("attention_mask") if self.model.config.is_encoder_decoder else None

@@ -1,11 +1,13 @@
 """What the forward of a model depends on besides its inputs, recorded so that a later change is noticed."""
 
+import contextvars
 import enum
 import functools
 import inspect
 import logging
 import os
 import re
+import sys
 import types
 import weakref
 from collections import deque
@@ -27,19 +29,22 @@ _ATOMS = (
 )  # fmt: skip
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _UNUSED_BY_FORWARDS = (GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin, logging.Logger, weakref.ref)
+_WRAPPERS = staticmethod, classmethod, property, functools.cached_property
+_MAX_ITEMS = 1000  # of a user's global container that is looked into
 _MAX_OBJECTS = 100_000  # comparing more would take longer than a forward
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _READ_BY_FORWARDS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _FOREIGN = frozenset(("torch", "numpy", "builtins", "functools", "contextlib", "collections", "typing", "logging"))
+_LIBRARIES = _FOREIGN | {"transformers", "hf_efficient", "accelerate", "peft"}
 
 
 class ModelSnapshot:
     """The state of `model` when this was made; `is_unchanged` says whether a forward would still compute the same.
 
     It covers the module tree; the modules' classes with the functions of their forwards and the global names that these
-    read; attributes (numbers, strings, functions, and the contents of lists, dictionaries and plain objects); the
-    config; parameters and buffers (identity, address, and torch's counter of changes in place); and autocast. It does
-    not see changes in place through `Tensor.data`.
+    read, of user code with what lies in them (`_glance`); attributes (numbers, strings, functions, and the contents of
+    lists, dictionaries and plain objects); the config; parameters and buffers (identity, address, layout, and torch's
+    counter of changes in place); and autocast. It does not see changes in place through `Tensor.data`.
 
     complete: False where something cannot be inspected, such as a NumPy array or an object of a C extension, and where
         the model can be reached from its own parts. In the second case this holds no references, as they would keep the
@@ -57,6 +62,8 @@ class ModelSnapshot:
         self._items, self._values = [], []  # (container, key) -> value that must stay the same object
         self._cells, self._contents = [], []  # of closures
         self._names: dict[int, tuple[dict, dict]] = {}  # id -> a namespace, and the names in it that functions read
+        self._users_names: list[tuple[dict, str, object]] = []  # (namespace, name, `_glance` at its value)
+        self._functions: list[tuple[types.FunctionType, object]] = []  # the user's, with `_parts` of each
         self._tensors: list[torch.Tensor] = []
         self._own = self._attributes(model)
         self._visit_module(model)
@@ -65,13 +72,14 @@ class ModelSnapshot:
         try:
             self._versions = self._read_versions()
         except RuntimeError:  # tensor subclasses without storage
-            self._tensors, self._versions, self.complete = [], ([], []), False
+            self._tensors, self._versions, self.complete = [], [[]] * len(_OF_TENSORS), False
         self._settings = _settings()
         self._note_versions(model)
         if self._reaches_itself:
             for held in (self._live, self._frozen, self._empty, self._objects, self._items, self._values, self._cells):
                 held.clear()
             self._own, self._names, self._reads, self._contents = {}, {}, [], []
+            self._users_names, self._functions = [], []
             self._object_versions, self._dictionaries = None, []
             self._others, self._copies, self._other_empty, self._other_items = [], [], [], []
 
@@ -84,11 +92,17 @@ class ModelSnapshot:
                 type(model) is self._type
                 and self._contents_are_same(model)
                 and self._globals_are_same()
+                and all(_glance(space[name]) == glance for space, name, glance in self._users_names)
+                and all(_parts(function) == parts for function, parts in self._functions)
                 and self._read_versions() == self._versions
                 and _settings() == self._settings
             )
         except Exception:  # a name is gone, or a tensor was replaced by something that cannot be compared with it
             return False
+
+    def sees_changes(self) -> bool:
+        """Whether something has changed that can be seen."""
+        return not (self._reaches_itself or self.is_unchanged())
 
     @staticmethod
     def _attributes(model) -> dict:
@@ -152,8 +166,8 @@ class ModelSnapshot:
             self._globals_before = now
         return same
 
-    def _read_versions(self) -> tuple[list[int], list[int]]:
-        return list(map(torch.Tensor.data_ptr, self._tensors)), list(map(_version, self._tensors))
+    def _read_versions(self) -> list[list]:
+        return [list(map(read, self._tensors)) for read in _OF_TENSORS]
 
     def _visit(self, value) -> None:
         if isinstance(value, _ATOMS) or isinstance(value, _UNUSED_BY_FORWARDS) or id(value) in self._seen:
@@ -239,9 +253,14 @@ class ModelSnapshot:
             self._seen[id(cls)] = cls
             self._live.append(cls.__dict__)
             self._frozen.append(dict(cls.__dict__))
-            if _is_foreign(cls) or not isinstance(value, nn.Module) or cls.__module__.startswith(_ENGINE):
+            if _is_foreign(cls) or cls.__module__.startswith(_ENGINE):
+                continue
+            if not isinstance(value, nn.Module) and not _is_users(cls):
                 continue
             for member in list(cls.__dict__.values()):
+                for name in ("__func__", "fget", "func"):  # of static and class methods, and of properties
+                    if isinstance(member, _WRAPPERS):
+                        member = getattr(member, name, member)
                 if isinstance(member, (types.FunctionType, functools.partial)):
                     self._visit(member)
 
@@ -257,21 +276,25 @@ class ModelSnapshot:
                 self._visit(content)
         if _is_foreign(function):
             return
-        names, space = _names_of(function.__code__), function.__globals__
+        names, space, is_users = _names_of(function.__code__), function.__globals__, _is_users(function)
+        if is_users:
+            self._functions.append((function, _parts(function)))
         for name in names:
             if name not in space:
                 continue
             value = space[name]
-            self._name(space, name, value)
+            self._name(space, name, value, is_users)
             if isinstance(value, types.ModuleType):
                 for attribute in names:
                     if attribute in vars(value):
-                        self._name(vars(value), attribute, vars(value)[attribute])
+                        self._name(vars(value), attribute, vars(value)[attribute], is_users)
 
-    def _name(self, space: dict, name: str, value) -> None:
+    def _name(self, space: dict, name: str, value, is_users: bool) -> None:
         self._names.setdefault(id(space), (space, {}))[1][name] = value
         if isinstance(value, (types.FunctionType, functools.partial)) and not _is_foreign(value):
             self._visit(value)
+        if is_users and not isinstance(glance := _glance(value), int):
+            self._users_names.append((space, name, glance))
 
 
 class _ReadAttributes:
@@ -297,7 +320,43 @@ def _is_ours(value) -> bool:
 
 
 def _is_foreign(value) -> bool:
-    return (getattr(value, "__module__", None) or "").partition(".")[0] in _FOREIGN
+    return _package(value) in _FOREIGN
+
+
+def _is_users(value) -> bool:
+    """Whether a function or class is code of the user's, or of a checkpoint."""
+    return _package(value) not in _LIBRARIES | sys.stdlib_module_names
+
+
+def _package(value) -> str:
+    return (getattr(value, "__module__", None) or "").partition(".")[0]
+
+
+def _glance(value, depth: int = 3):
+    """What lies in a global of the user's, so many containers and plain objects deep; of other objects their id, so
+    that nothing is kept alive. An int, the id, where nothing is looked into."""
+    if isinstance(value, torch.Tensor):
+        return id(value), value.data_ptr(), value._version, value.shape
+    if isinstance(value, contextvars.ContextVar):
+        return id(value), _glance(value.get(None), depth)
+    is_plain = _is_users(value) if isinstance(value, type) else _package(type(value)) not in _LIBRARIES
+    is_plain = is_plain and not isinstance(value, (nn.Module, types.ModuleType, *_UNUSED_BY_FORWARDS))
+    if is_plain and hasattr(value, "__dict__"):
+        return id(value), _glance(dict(vars(value)), depth)
+    if isinstance(value, _CONTAINERS) and depth and len(value) <= _MAX_ITEMS:
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return [(_inside(key, 0), _inside(item, depth - 1)) for key, item in items]
+    return id(value)
+
+
+def _inside(value, depth: int):
+    return value if isinstance(value, _ATOMS) and not isinstance(value, type) else _glance(value, depth)
+
+
+def _parts(function: types.FunctionType) -> tuple:
+    """What of a function can be replaced."""
+    values = function.__defaults__, function.__kwdefaults__, function.__dict__
+    return function.__code__, *(_glance(value or ()) for value in values)
 
 
 @functools.cache
@@ -329,7 +388,7 @@ def _same(read, values: tuple) -> bool:
     return read is values[0] if len(values) == 1 else read == values
 
 
-_version = attrgetter("_version")
+_OF_TENSORS = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride, *map(attrgetter, ("dtype", "_version"))
 
 
 def _settings() -> tuple:

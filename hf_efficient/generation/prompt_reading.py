@@ -89,7 +89,8 @@ class PromptReading:
             if part < columns:
                 generation_config = copy.copy(generation_config)
                 generation_config.prefill_chunk_size = part
-        with widened_products(self.model.device) if self._is_our_own() else nullcontext():
+        is_widened = self._is_our_own() and self.model.dtype == torch.bfloat16
+        with widened_products(self.model.device) if is_widened else nullcontext():
             return prefill(self.model, input_ids, generation_config, model_kwargs)
 
     def _takes_parts(self, columns: int) -> bool:

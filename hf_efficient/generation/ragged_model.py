@@ -43,6 +43,7 @@ class RaggedModel(PromptReading, PackedReading):
         is_capturable: forwards over `cache` may be captured (`PoolEntry.is_capturable`).
         is_unchanged: whether the model is still what it was, asked before every captured forward; None where nobody
             changes it between two.
+        changes_model: as in `CapturedForward`.
 
     Attributes:
         hidden: float [rows, columns, hidden size * (1 + layers)], of the last forward: what the output head read, and
@@ -68,8 +69,9 @@ class RaggedModel(PromptReading, PackedReading):
         captured: CapturedForward | None = None,
         is_capturable: bool = False,
         is_unchanged: Callable[[], bool] | None = None,
+        changes_model: Callable[[], bool] | None = None,
     ):
-        self.is_capturable, self.is_unchanged = is_capturable, is_unchanged
+        self.is_capturable, self.is_unchanged, self.changes_model = is_capturable, is_unchanged, changes_model
         self.model, self.cache, self.hidden_layers, self.captured = model, cache, hidden_layers, captured
         self.max_new_tokens, self.max_position = max_new_tokens, max_position
         self.limits_logits, self.device = limits_logits(model), model.device
@@ -147,12 +149,12 @@ class RaggedModel(PromptReading, PackedReading):
         else:
             self.captured.forward = self._forward
         if self.captured is not None:
-            self.captured.is_unchanged = self.is_unchanged
+            self.captured.is_unchanged, self.captured.changes_model = self.is_unchanged, self.changes_model
             self.captured.prompt = self.captured.prompt or CapturedPrompt(
                 self.cache, self.captured.most_bytes, self.captured.is_of_cpu, tokens_within_budget(self.model)
             )
             self.captured.prompt.forward = self._prompt_forward
-            self.captured.prompt.new_capture = self.captured.new_capture
+            self.captured.prompt.new_capture = self.captured.capture
 
     def _prompt_forward(self, tokens: torch.Tensor, positions: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """The forward of a chunk of a prompt that is captured."""

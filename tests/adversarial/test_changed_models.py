@@ -1,19 +1,25 @@
 """A model changed between two calls answers as transformers does, compared with a process without the plugin."""
 
+import contextlib
+import contextvars
 import functools
 import gc
 import os
+import types
 import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from adapter_changes import CHANGES
 from compared import difference
 from helpers import tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from native_loop import NATIVE_LOOP
+from native_loop import NATIVE_LOOP, transformers_loop
 from sessions import Reference, run
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from hf_efficient import PagedCache, enable_speculation
 from hf_efficient.generation import model_state
@@ -138,6 +144,137 @@ def test_captured_forwards_are_replayed_until_something_changes():
     run(session, prepare)
     assert states[0] is states[1] is states[2] is not states[3]
     assert len(states[2].pool.entries) == 1 and states[3].pool.entries
+
+
+SETTINGS, PLAIN, FACTOR = {"a": [1.0]}, types.SimpleNamespace(factor=1.0), 1.0
+CONTEXT = contextvars.ContextVar("factor", default=1.0)
+
+
+class Settings:
+    factor = 1.0
+
+
+class Helper:
+    def __call__(self):
+        return FACTOR
+
+
+class Scaled(nn.Module):
+    """An activation times what `factor` reads somewhere."""
+
+    of_property = property(lambda self: FACTOR)
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor, self.helper = factor, Helper()
+
+    @staticmethod
+    def of_static():
+        return FACTOR
+
+    def forward(self, x):
+        return F.silu(x) * self.factor(self)
+
+
+def of_function(module):
+    return of_function.factor
+
+
+READERS = {
+    "dictionary": lambda module: SETTINGS["a"][0],
+    "object": lambda module: PLAIN.factor,
+    "class": lambda module: Settings.factor,
+    "property": lambda module: module.of_property,
+    "static method": lambda module: module.of_static(),
+    "helper": lambda module: module.helper(),
+    "default": lambda module, settings=SETTINGS: settings["a"][0],
+    "function": of_function,
+    "context": lambda module: CONTEXT.get(),
+    "code": lambda module: 1.0,
+    "functional": lambda module: 1.0,
+    "mode": lambda module: 1.0,
+}
+
+
+class Tripled(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        return output * 3 if function is F.silu else output
+
+
+def scale(factor: float, monkeypatch, reader) -> None:
+    monkeypatch.setitem(SETTINGS, "a", [factor])
+    for holder in (PLAIN, Settings):
+        monkeypatch.setattr(holder, "factor", factor)
+    monkeypatch.setattr(of_function, "factor", factor, raising=False)
+    monkeypatch.setitem(globals(), "FACTOR", factor)
+    CONTEXT.set(factor)
+    if reader == "code" and factor != 1:
+        monkeypatch.setattr(READERS[reader], "__code__", (lambda module: 3.0).__code__)
+    if reader == "functional" and factor != 1:
+        silu = F.silu
+        monkeypatch.setattr(F, "silu", lambda x, inplace=False: silu(x) * factor)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_what_a_function_reads(reader, monkeypatch):
+    model = enable_speculation(tiny_model("llama"))
+    for layer in model.model.layers:
+        layer.mlp.act_fn = Scaled(READERS[reader])
+    scale(1.0, monkeypatch, reader)
+    for _ in range(2):
+        before = model.generate(**CALL[1])
+    kept = model_state.latest(model)
+    model.generate(**CALL[1])
+    assert model_state.latest(model) is kept and kept.pool.entries
+    scale(3.0, monkeypatch, reader)
+    with Tripled() if reader == "mode" else contextlib.nullcontext():
+        with transformers_loop():
+            expected = model.generate(**CALL[1])
+        assert torch.equal(model.generate(**CALL[1]), expected) and not torch.equal(expected, before)
+
+
+@pytest.mark.parametrize("change", ["transposed", "narrowed"])
+def test_views_of_the_same_numbers(change):
+    """As data of a weight: their address is the same."""
+    model = enable_speculation(tiny_model("llama"))
+    for _ in range(2):
+        model.generate(**CALL[1])
+    if change == "transposed":
+        weight = model.model.layers[0].self_attn.o_proj.weight
+        weight.data = weight.data.t()
+    else:
+        model.lm_head.weight.data = model.lm_head.weight.data[:60]
+    with transformers_loop():
+        expected = model.generate(**CALL[1])
+    assert torch.equal(model.generate(**CALL[1]), expected)
+
+
+class Noting(nn.Module):
+    """Notes in a list, in a number and in a buffer what it has read."""
+
+    def __init__(self, way: str):
+        super().__init__()
+        self.way, self.seen, self.count = way, [], 0
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x):
+        if self.way == "list":
+            self.seen.append(x.shape[1])
+        elif self.way == "number":
+            self.count += 1
+        else:
+            self.total += 1
+        return F.silu(x)
+
+
+@pytest.mark.parametrize("way", ["list", "number", "buffer"])
+def test_forwards_that_change_the_model_run(way):
+    model = enable_speculation(tiny_model("llama"))
+    noting = model.model.layers[0].mlp.act_fn = Noting(way)
+    for calls in (1, 2):
+        model.generate(**CALL[1])
+        assert max(len(noting.seen), noting.count, noting.total.item()) == 11 * calls  # one is of `reads_pages`
 
 
 @pytest.mark.parametrize("points_back", [False, True])

@@ -136,6 +136,18 @@ def test_changes_of_the_model_are_noticed(replays):
     assert torch.equal(model.generate(**inputs, max_new_tokens=10), expected)
 
 
+def test_bias_written_through_data():
+    """That of T5 is not read by captured forwards as it lies in the model."""
+    model, inputs = encoder_decoder("mt5")
+    model = enable_speculation(model)
+    for _ in range(2):
+        before = model.generate(**inputs, max_new_tokens=12)
+    model.decoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.data.mul_(-3)
+    with transformers_loop():
+        expected = model.generate(**inputs, max_new_tokens=12)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=12), expected) and not torch.equal(expected, before)
+
+
 @pytest.mark.parametrize("name", ["t5", "whisper"])
 def test_quantized_models_have_it_by_themselves(name, replays, tmp_path):
     model, inputs = encoder_decoder(name)

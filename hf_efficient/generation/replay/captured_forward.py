@@ -6,7 +6,10 @@ from time import perf_counter
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 from torch.nn.modules.module import _has_any_global_hook
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from transformers.utils import logging
 
 from hf_efficient.cache.bookkeeping.forward_plan import tree_mask as tree_bits
@@ -38,6 +41,7 @@ DTYPES = {  # of models whose forwards are captured, by device
 
 
 PACKED = "packed"
+_FUNCTIONAL = dict(vars(functional))
 
 
 class _Captured(NamedTuple):
@@ -66,6 +70,8 @@ class CapturedForward:
         runs_ahead: whether a call returns before its results are computed.
         is_unchanged: asked before every forward whether the model is still the one that was captured; None where no
             code of the user's runs between forwards.
+        changes_model: whether the forwards so far have changed the model, None where not known: no more are captured.
+        bias: T5's `distance_bias`, which the captured forwards read.
         prompt: the `CapturedPrompt` over the same cache, None before the first one.
         most_bytes: of the results of all captures that are kept.
     """
@@ -78,6 +84,8 @@ class CapturedForward:
     def __init__(self, forward: Callable, cache: PagedCache):
         self.forward, self.cache, self.prompt = forward, cache, None
         self.is_unchanged: Callable[[], bool] | None = None
+        self.changes_model: Callable[[], bool] | None = None
+        self.bias: torch.Tensor | None = None
         # by (sequences, positions), or (PACKED, sequences, tokens); the latest used last
         self._captures: dict[tuple, _Captured] = {}
         self._calls = 0
@@ -184,7 +192,7 @@ class CapturedForward:
     def _capture(self, kind: tuple, inputs: tuple) -> Capture:
         start = perf_counter()
         try:
-            return self.new_capture(lambda: self.forward(*inputs[:2]), inputs[0].numel())
+            return self.capture(lambda: self.forward(*inputs[:2]), inputs[0].numel())
         except NotReplayable:
             raise
         except Exception as error:  # an error of the forward's own shows again when it runs eagerly
@@ -193,6 +201,12 @@ class CapturedForward:
             raise NotReplayable(str(error)) from error
         finally:
             self._last_capture_seconds = perf_counter() - start
+
+    def capture(self, forward: Callable, tokens: int, late: torch.Tensor | None = None) -> Capture:
+        """As `new_capture`. Raises NotReplayable where forwards change the model, which replays would not."""
+        if self.changes_model is not None and self.changes_model():
+            raise NotReplayable("forwards change the model")
+        return self.new_capture(forward, tokens, late)
 
     def new_capture(self, forward: Callable, tokens: int, late: torch.Tensor | None = None) -> Capture:
         """Captures `forward` of so many tokens of all sequences. late: as `Capture` takes it."""
@@ -252,9 +266,16 @@ def is_watched(model) -> bool:
 
 
 def is_being_watched() -> bool:
-    """Whether something observes the forwards of all modules, all operators, or hidden states in this context. It would
-    not see replayed forwards."""
-    return bool(_has_any_global_hook() or torch._C._len_torch_dispatch_stack() or collects_hidden_states())
+    """Whether something observes the forwards of all modules, all operators or functions, or hidden states in this
+    context, or replaces functions of `torch.nn.functional`. It would not see replayed forwards."""
+    modes = [type(mode) for mode in _get_current_function_mode_stack()]
+    return bool(
+        vars(functional) != _FUNCTIONAL
+        or any(mode is not DeviceContext and not mode.__module__.startswith("hf_efficient.") for mode in modes)
+        or _has_any_global_hook()
+        or torch._C._len_torch_dispatch_stack()
+        or collects_hidden_states()
+    )
 
 
 @functools.cache

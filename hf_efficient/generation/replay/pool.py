@@ -170,7 +170,7 @@ class ReplayPool:
             return
         if self._is_large(entry):
             return
-        captured.forward = captured.is_unchanged = None  # they refer to the model
+        captured.forward = captured.is_unchanged = captured.changes_model = None  # they refer to the model
         if captured.prompt is not None:
             captured.prompt.forward = captured.prompt.new_capture = None
         with self._lock:
