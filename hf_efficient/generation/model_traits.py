@@ -16,6 +16,7 @@ from hf_efficient.integrations.transformers_loop import (
     READS_MEDIA,
     STATES_ALONE,
     SWITCH_ROPE,
+    is_collector_hook,
 )
 from hf_efficient.kernels.attention.api import ATTENTION_NAMES
 
@@ -52,6 +53,8 @@ def check_ragged(model, batch_size: int, argument: str) -> None:
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     if reads_encoder(model):
         return _check_encoder_decoder(model, batch_size, argument)
+    if has_states(model):
+        _check_mixers(model, argument)
     if has_states_alone(model):
         return None
     takes = inspect.signature(model.forward).parameters
@@ -162,12 +165,50 @@ def _check_encoder_decoder(model, batch_size: int, argument: str) -> None:
             f"{argument}={name} is an encoder-decoder of a kind that speculation does not know: it takes "
             f"{', '.join(_ENCODER_DECODERS.values())}"
         )
+    if is_own(embedding := getattr(decoder_of(model), "embed_positions", None)):
+        raise ValueError(
+            f"{argument}={name}: its decoder's embed_positions, a {type(embedding).__name__}, has hooks or a forward "
+            "of its own, which speculation would pass over"
+        )
     implementation = attention_of(model.config)
     if batch_size > 1 and implementation not in ("sdpa", "eager", *ATTENTION_NAMES):
         raise ValueError(
             f"{argument}={name} has attn_implementation={implementation!r}: speculation on a batch of {batch_size} "
             "needs 'flash_paged', 'sdpa' or 'eager' (a batch of 1 takes any)"
         )
+
+
+def is_own(module: nn.Module | None) -> bool:
+    """Whether a module has the user's hooks, or a forward that is not transformers' or torch's."""
+    if module is None or "_hf_hook" in vars(module):  # accelerate's
+        return False
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    hooks = [getattr(hook, "func", hook) for hook in hooks if not is_collector_hook(hook)]
+    is_hooked = any(not (getattr(hook, "__module__", None) or "").startswith("hf_efficient.") for hook in hooks)
+    package = type(module).forward.__module__.partition(".")[0]
+    return is_hooked or "forward" in vars(module) or package not in ("torch", "transformers")
+
+
+def mixers_of(model) -> list[nn.Module]:
+    """The modules that read and write recurrent states: those with a convolution and the number of a layer."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(getattr(module, "layer_idx", None), int)
+        and any(isinstance(child, nn.Conv1d) for child in module.children())
+    ]
+
+
+def _check_mixers(model, argument: str) -> None:
+    """Raises ValueError, naming `argument`, where code of the user's runs in modules that `token_by_token` runs."""
+    for mixer in mixers_of(model):
+        dense = (x for name, x in mixer.named_children() if name.startswith(("in_proj", "out_proj")))
+        for module in (mixer, *(x for x in dense if type(x) is nn.Linear)):
+            if is_own(module):
+                raise ValueError(
+                    f"{argument}={type(model).__name__}: layer {mixer.layer_idx} has a recurrent state, and its "
+                    f"{type(module).__name__} has hooks or a forward of its own, which speculation would pass over"
+                )
 
 
 def unmasked_layers(config) -> str:

@@ -55,6 +55,8 @@ def serves(request: GenerationRequest) -> bool:
         or any(isinstance(processor, STATEFUL) for processor in request.logits_processor)
     ):
         return False
+    if reads_encoder(model) and raises(check_ragged, model, request.batch_size, "model"):
+        return False
     if reads_encoder(model) and (raises(check_decoder_inputs, request) or not reads_source_in_place(request)):
         return False
     version = model_state.current(model)

@@ -17,6 +17,7 @@ from hf_efficient.cache.layer_groups import HYBRID, RECURRENT
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.cache.recurrent_layer import RecurrentLayer
 from hf_efficient.cache.state_cache import StateCache
+from hf_efficient.generation.model_traits import mixers_of
 from hf_efficient.generation.state_projections import Projections
 from hf_efficient.integrations.transformers_loop import prefill
 from hf_efficient.integrations.transformers_releases import states_name
@@ -108,12 +109,8 @@ def token_by_token(model, cache: PagedCache | StateCache) -> Iterator[None]:
 
 def mixers(model, cache: PagedCache | StateCache) -> list[tuple[RecurrentLayer, nn.Module]]:
     """The modules that read and write the states in `cache`: those with a convolution, by the number of their layer."""
-    found = []
-    for module in model.modules():
-        index = getattr(module, "layer_idx", None)
-        if isinstance(index, int) and any(isinstance(child, nn.Conv1d) for child in module.children()):
-            found.append((getattr(cache.layers[index], "recurrent", cache.layers[index]), module))
-    return found
+    layers = [(cache.layers[module.layer_idx], module) for module in mixers_of(model)]
+    return [(getattr(layer, "recurrent", layer), module) for layer, module in layers]
 
 
 def _with(args: tuple, kwargs: dict, hidden: torch.Tensor) -> tuple[tuple, dict]:

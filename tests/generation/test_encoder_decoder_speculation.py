@@ -8,6 +8,7 @@ import transformers
 from draft_models import Recorder, fixed
 from encoder_decoder_models import MODELS, encoder_decoder
 from helpers import tiny_model
+from native_loop import transformers_loop
 from test_speculative_distribution import RIGHT, likeliest_texts, texts_p_value
 
 from hf_efficient import (
@@ -171,6 +172,25 @@ def test_encoder_outputs_as_a_tuple(name):
     expected = plain.generate(**inputs, encoder_outputs=outputs, **options)
     for draft in ({}, dict(prompt_lookup_num_tokens=2)):
         assert torch.equal(model.generate(**inputs, encoder_outputs=outputs, **options, **draft), expected)
+
+
+@pytest.mark.parametrize("name", ["bart", "whisper"])
+def test_own_position_embeddings(name):
+    """Drafts are refused, and plain calls left to transformers."""
+    _, model, inputs = plain_and_speculative(name)
+    embedding = model.get_decoder().embed_positions
+    kind = type(embedding)
+    own = {"forward": lambda self, *args, **kwargs: kind.forward(self, *args, **kwargs) * -3}
+    embedding.__class__ = type("Own", (kind,), own)
+    with transformers_loop():
+        expected = model.generate(**inputs, max_new_tokens=6)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=6), expected)
+    with pytest.raises(ValueError, match="embed_positions, a Own, has hooks or a forward of its own"):
+        model.generate(**inputs, max_new_tokens=6, prompt_lookup_num_tokens=2)
+    embedding.__class__ = kind
+    embedding.register_forward_hook(lambda module, args, output: output * -3)
+    with pytest.raises(ValueError, match="embed_positions, a .*, has hooks"):
+        model.generate(**inputs, max_new_tokens=6, prompt_lookup_num_tokens=2)
 
 
 def test_refusals():

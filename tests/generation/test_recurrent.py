@@ -21,6 +21,7 @@ from hf_efficient import (
     speculative_generate,
 )
 from hf_efficient.generation import served
+from hf_efficient.generation.model_traits import mixers_of
 from hf_efficient.generation.state_reading import token_by_token
 
 
@@ -128,6 +129,20 @@ def test_sampled_distribution(name, drafter):
     assert 0 < found.accepted_tokens.sum() < found.drafted_tokens.sum()
     counts = torch.bincount((found.sequences[:, 3:] * torch.tensor([36, 6, 1])).sum(1), minlength=216)
     assert p_value(counts, expected) > RIGHT
+
+
+@pytest.mark.parametrize("what", ["hook", "projection", "class"])
+@pytest.mark.parametrize("name", ["lfm2", "mamba"])
+def test_code_of_the_users_in_a_layer_with_a_state(name, what):
+    model = enable_speculation(recurrent_model(name))
+    mixer = mixers_of(model)[0]
+    if what == "class":
+        mixer.__class__ = type("Own", (type(mixer),), {"forward": lambda self, *args, **kwargs: None})
+    else:
+        module = mixer if what == "hook" else mixer.in_proj
+        module.register_forward_hook(lambda module, args, output: output)
+    with pytest.raises(ValueError, match="recurrent state, and its .* has hooks or a forward of its own"):
+        model.generate(**BATCHES[0], **OPTIONS, prompt_lookup_num_tokens=2)
 
 
 def test_what_is_refused():
