@@ -10,15 +10,16 @@ from hf_efficient.embeddings import EfficientEmbedding
 from hf_efficient.files import atomic_checkpoint
 from hf_efficient.integrations.transformers_compat import attention_of
 from hf_efficient.kernels.attention.api import ATTENTION_NAMES
+from hf_efficient.layers import CompressedModule
 
 
 def replace_methods(model) -> None:
     """Makes `model.save_pretrained` write atomically (with `push_to_hub=True` it stays transformers'),
-    `model.push_to_hub` add a card, `model.generate` take our loop where that is faster, and, where the input embedding
-    is compressed, `model.resize_token_embeddings` raise."""
+    `model.push_to_hub` add a card, `model.generate` take our loop where that is faster, and, where the input or
+    output embedding is compressed, `model.resize_token_embeddings` raise."""
     model.save_pretrained = types.MethodType(save_pretrained, model)
     model.push_to_hub = types.MethodType(push_to_hub, model)
-    if any(isinstance(module, EfficientEmbedding) for module in model.modules()):
+    if _has_compressed_embedding(model) or isinstance(model.get_output_embeddings(), CompressedModule):
         model.resize_token_embeddings = types.MethodType(resize_token_embeddings, model)
     if model.can_generate():
         from hf_efficient.integrations.transformers_generation import enable_automatic
@@ -65,10 +66,15 @@ def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, 
     """What `replace_methods` installs. Raises ValueError where there is something to resize."""
     if new_num_tokens is None and pad_to_multiple_of is None:
         return self.get_input_embeddings()
+    which, option = ("input", "embeddings") if _has_compressed_embedding(self) else ("output", "quantize_lm_head")
     raise ValueError(
-        f"resize_token_embeddings({new_num_tokens}): the input embedding is compressed (embeddings=True): resize the "
-        "model before it is quantized, or call dequantize() first"
+        f"resize_token_embeddings({new_num_tokens}): the {which} embedding is compressed ({option}=True): "
+        "resize the model before it is compressed, or call dequantize() first"
     )
+
+
+def _has_compressed_embedding(model) -> bool:
+    return any(isinstance(module, EfficientEmbedding) for module in model.modules())
 
 
 def save_pretrained(self, save_directory, is_main_process=True, *args, **kwargs):

@@ -145,6 +145,11 @@ def test_quantize_lm_head_that_stands_alone(tmp_path):
     assert type(model.lm_head) is EfficientLinear
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(load(tmp_path)), logits(model))
+    with pytest.raises(ValueError, match="the output embedding is compressed \\(quantize_lm_head=True\\)"):
+        model.resize_token_embeddings(140)
+    assert model.get_input_embeddings().weight.shape == (128, 64) and model.config.vocab_size == 128
+    model.dequantize()
+    assert model.resize_token_embeddings(140).weight.shape == model.lm_head.weight.shape == (140, 64)
 
 
 def test_head_request_without_a_head():
