@@ -74,7 +74,7 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
         if self.swapped.calibrated:
             from hf_efficient.calibration import loading  # here: a saved checkpoint loads without its 22 modules
 
-            loading.prepare(config, self.swapped.calibrated, device_map, model)
+            loading.prepare(config, self.swapped.calibrated, device_map, model, files)
 
     def update_parallel_plan(self, model, plan):
         if plan is model.tp_plan:

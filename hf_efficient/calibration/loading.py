@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import re
 from pathlib import Path
 
 import torch
@@ -30,13 +31,14 @@ def can_run(model, device_map) -> bool:
     return own_text.reaches_all(model) and own_text.fits(model, device_map)
 
 
-def prepare(config, schemes: dict, device_map, model) -> None:
+def prepare(config, schemes: dict, device_map, model, files=None) -> None:
     """Refuses what cannot be calibrated and reads the text, before weights are loaded.
 
     Args:
         config: its `calibration` is replaced by a copy, which holds the tokens where they come from elsewhere.
         schemes: module name -> its config, of the modules to calibrate.
         model: on the meta device.
+        files: paths of its weights, or None. The tokenizer is that of their folder and revision.
 
     Raises:
         ValueError: a model without text of its own where none is given; too little calibration text, no tokenizer for
@@ -64,7 +66,7 @@ def prepare(config, schemes: dict, device_map, model) -> None:
     check_memory(model, schemes, device_map)
     if config.calibration.source in ("texts", "dataset"):
         with torch.device("cpu"):  # transformers calls this where new tensors are meta tensors
-            config.calibration.tokens = load_tokens(config.calibration, _tokenizer(model.name_or_path))
+            config.calibration.tokens = load_tokens(config.calibration, _tokenizer(model.name_or_path, files))
 
 
 def check_text(calibration, config, name_or_path: str) -> None:
@@ -83,15 +85,28 @@ def check_text(calibration, config, name_or_path: str) -> None:
         load_tokens(calibration, _tokenizer(name_or_path))
 
 
-def _tokenizer(name_or_path: str):
+def _tokenizer(name_or_path: str, files=None):
     from transformers import AutoTokenizer
 
+    place = _place(name_or_path, files[0]) if files else {}
     try:
-        return AutoTokenizer.from_pretrained(name_or_path)
+        return AutoTokenizer.from_pretrained(name_or_path, **place)
     except (OSError, ValueError) as error:
+        given = "".join(f", {argument}={value!r}" for argument, value in place.items() if value)
         raise ValueError(
-            f"{name_or_path} has no tokenizer for the calibration text ({error}): give CalibrationConfig(tokens=...)"
+            f"{name_or_path}{given} has no tokenizer for the calibration text ({error}): "
+            "give CalibrationConfig(tokens=...)"
         ) from error
+
+
+def _place(name_or_path: str, file: str) -> dict[str, str]:
+    """Where `file` of a model is from, as `from_pretrained` takes it: transformers tells a quantizer only the name."""
+    folder = Path(file).parent
+    if Path(name_or_path).is_dir():
+        is_below = folder.is_relative_to(name_or_path) and folder != Path(name_or_path)
+        return {"subfolder": folder.relative_to(name_or_path).as_posix()} if is_below else {}
+    found = re.match(r"(.*)/models--[^/]+/snapshots/([0-9a-f]{40})(?:/(.+))?$", folder.as_posix())
+    return {"cache_dir": found[1], "revision": found[2], "subfolder": found[3] or ""} if found else {}
 
 
 def _check_one_device(device_map: dict) -> None:

@@ -44,7 +44,8 @@ def prune_structure(
             intermediate_size and hidden_size.
         calibration: text, which every method but "l1" needs, and so does `repair`; by default text that the model
             writes itself. Computed where the model is: `device` and `checkpoint_dir` are refused.
-        tokenizer: for text that is not tokens; by default that of the model's folder.
+        tokenizer: for text that is not tokens; by default that of `model.name_or_path`. Give it for a model of a
+            subfolder or of another revision than the newest, which loaded models do not record.
         repair: whether the weights that are left are solved anew by least squares, layer by layer; by default where
             text is read.
 
