@@ -4,7 +4,7 @@ import pytest
 import torch
 import unpackers
 from exported import compressed, largest_difference, logits
-from helpers import assert_close
+from helpers import assert_close, tiny_model
 from transformers import AutoModelForCausalLM
 
 import hf_efficient
@@ -53,6 +53,18 @@ def test_there_and_back(tmp_path, format, config, monkeypatch):
     assert sum(isinstance(module, EfficientLinear) for module in again.modules()) == 14
     reason = "the same codes and scales; those in float16 are multiplied in float16, then rounded to bfloat16"
     assert_close(logits(again), logits(model), rms=0.05, maximum=1.0, reason=reason)
+
+
+def test_a_layer_of_zeros_in_nvfp4(tmp_path, monkeypatch):
+    monkeypatch.setattr(adopt, "_adopted", {"compressed-tensors"})
+    dense = tiny_model("llama", torch.bfloat16, num_hidden_layers=1)
+    torch.nn.init.zeros_(dense.model.layers[0].self_attn.q_proj.weight)
+    dense.save_pretrained(tmp_path / "dense")
+    config = hf_efficient.WeightOnlyConfig(codebook="nvfp4", method="rtn")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
+    hf_efficient.export(model, tmp_path / "out", "compressed-tensors")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.model.layers[0].self_attn.q_proj.dequantized().count_nonzero() == 0
 
 
 def test_an_adopted_gguf_file_is_written_as_it_was(tmp_path, monkeypatch):

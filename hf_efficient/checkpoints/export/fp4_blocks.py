@@ -24,5 +24,6 @@ def tensors(layer: Layer) -> dict[str, torch.Tensor]:
     """Tensors by their names in the module."""
     parts = {"weight_packed": layer.read("qweight"), "weight_scale": layer.read("scale_codes")}
     if layer.weight.format.codebook == "nvfp4":
-        parts["weight_global_scale"] = layer.read("scale_scale").reciprocal()
+        scale = layer.read("scale_scale")
+        parts["weight_global_scale"] = torch.where(scale == 0, 1, scale).reciprocal()  # 0: of a weight of zeros
     return parts
