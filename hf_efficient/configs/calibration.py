@@ -1,6 +1,7 @@
 """Which text a data-aware method sees, and where the blocks of the model are computed."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from hf_efficient.configs.checks import check, is_collection_of, is_integer, is_number
@@ -15,7 +16,7 @@ class CalibrationConfig:
     """The text that calibration sees: one of `texts`, `dataset`, `tokens` and `inputs`, or tokens of the model's own.
 
     Args:
-        texts (list of str, at least one; default None): documents.
+        texts (list of str, at least one; default None): documents. Other collections whose order is fixed are copied.
         dataset (str; default None): path of a .txt file (one document), path of a .jsonl file (one document a line, in
             the field `text_column`), or a dataset id of the Hub, with a subset as "owner/name:subset" (needs
             `datasets`).
@@ -78,7 +79,12 @@ class CalibrationConfig:
             raise ValueError(f"{' and '.join(given)} are given: allowed is one of {_SOURCES}")
         check(own_text in (*OWN_TEXTS, None), "own_text", own_text, f"one of {OWN_TEXTS} or None")
         check(own_text is None or not given, "own_text", own_text, f"None where {given[:1]} is given")
-        check(texts is None or is_collection_of(texts, str), "texts", texts, "a list of strings, at least one")
+        if isinstance(texts, (set, frozenset)):
+            raise ValueError(f"texts is a {type(texts).__name__}, whose order differs from run to run: give a list")
+        if texts is not None:
+            are_texts = not isinstance(texts, Mapping) and is_collection_of(texts, str)
+            check(are_texts, "texts", texts, "a list of strings, at least one")
+            self.texts = list(texts)
         for name in ("split", "text_column", *(["dataset"] if dataset is not None else [])):
             value = getattr(self, name)
             check(isinstance(value, str) and value != "", name, value, "a string that is not empty")

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 
+import numpy as np
 import pytest
 import torch
 from helpers import tiny_tokenizer
@@ -37,6 +38,13 @@ def test_documents_are_drawn_by_the_seed_each_once(tmp_path):
         assert len(runs) >= 3
         drawn.add(tuple(map(tuple, tokens.tolist())))
     assert len(drawn) > 1
+
+
+def test_texts_of_other_collections_are_those_of_a_list():
+    documents = [letter * 8 for letter in "abcdef"]
+    for texts in (tuple(documents), np.array(documents), dict.fromkeys(documents).keys()):
+        tokens = (load_tokens(CalibrationConfig(texts=t, **WINDOWS), tiny_tokenizer()) for t in (texts, documents))
+        assert torch.equal(*tokens)
 
 
 def test_too_little_text_says_how_much_there_is_and_what_is_needed():
@@ -75,6 +83,8 @@ def test_a_dataset_of_the_hub_without_its_package(monkeypatch):
     "arguments, problem",
     [
         (dict(texts="one string"), "texts='one string' is not supported: it must be a list of strings"),
+        (dict(texts={"x", "y"}), "texts is a set, whose order differs from run to run: give a list"),
+        (dict(texts={"text": ["x"]}), "must be a list of strings"),
         (dict(texts=["x"], dataset="y"), "texts and dataset are given: allowed is one of"),
         (dict(tokens=torch.zeros(2, 3)), r"tokens=torch.float32 \[2, 3\] is not supported: it must be an int64 tensor"),
         (dict(num_samples=0), "num_samples=0 is not supported: it must be a positive integer"),
