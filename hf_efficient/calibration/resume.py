@@ -15,6 +15,7 @@ import hf_efficient
 from hf_efficient.calibration.blocks import Chain, Produced
 from hf_efficient.files import atomic_write
 from hf_efficient.formats.transformed import TransformedFormat
+from hf_efficient.integrations.transformers_compat import attention_of
 from hf_efficient.methods import inner_format
 
 
@@ -30,7 +31,8 @@ class Progress:
         fingerprint: see the function of that name.
 
     Raises:
-        ValueError: the folder holds the progress of another run (model, weights, schemes, tokens or versions differ).
+        ValueError: the folder holds the progress of another run (model, attention, weights, schemes, tokens, steps or
+            versions differ).
     """
 
     _given_as = "checkpoint_dir="  # what the user calls the folder
@@ -164,8 +166,10 @@ def fingerprint(
     data = []
     for name, tensor in (item for batch in batches for item in batch.items()):
         data += [f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), _bytes(tensor)]
+    attention = {str(attention_of(module.config)) for module in model.modules() if hasattr(module, "config")}
     return {
         "model": _hash(json.dumps(config, sort_keys=True, default=str).encode()),
+        "attention": " ".join(sorted(attention)),
         "weights": _hash(*map(_bytes, samples)),
         "schemes": _hash(json.dumps(schemes, sort_keys=True, default=str).encode()),
         "tokens": _hash(*data),
