@@ -10,6 +10,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedConfig
 
 import hf_efficient
 from hf_efficient.calibration.blocks import Chain, Produced
@@ -166,7 +167,8 @@ def fingerprint(
     data = []
     for name, tensor in (item for batch in batches for item in batch.items()):
         data += [f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), _bytes(tensor)]
-    attention = {str(attention_of(module.config)) for module in model.modules() if hasattr(module, "config")}
+    configs_within = [getattr(module, "config", None) for module in model.modules()]
+    attention = {str(attention_of(own)) for own in configs_within if isinstance(own, PreTrainedConfig)}
     return {
         "model": _hash(json.dumps(config, sort_keys=True, default=str).encode()),
         "attention": " ".join(sorted(attention)),
