@@ -204,8 +204,9 @@ class Folding:
         before = self._reference[:first]
         for norm in before:
             if norm.norm_output is not None and norm.norm_output.data_ptr() == consumer.input_pointer:
-                yield Producer(norm.module, channels)
-                yield Producer(norm.module, channels, offset=1.0)  # (1 + weight)
+                rows = channels % len(norm.module.weight)  # of a head, where a norm is that of heads
+                yield Producer(norm.module, rows)
+                yield Producer(norm.module, rows, offset=1.0)  # (1 + weight)
                 return
         head_dims = _head_dims(self.block.module)
         for module in {id(call.module): call.module for call in reversed(before)}.values():

@@ -20,12 +20,14 @@ FALCON = dict(new_decoder_architecture=True, num_kv_heads=2)
 MLA = dict(
     q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=16, v_head_dim=16, qk_nope_head_dim=8, first_k_dense_replace=2
 )
+DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16)
 OTHERS = {
     "bert": ("BertModel", dict(**SMALL, **MLP)),
     "phi3": ("Phi3Model", dict(**SMALL, **MLP, num_key_value_heads=2, pad_token_id=0)),
     "gpt_neox": ("GPTNeoXModel", dict(**SMALL, **MLP)),
     "falcon": ("FalconModel", dict(**SMALL, **FALCON)),
     "deepseek_v3": ("DeepseekV3Model", dict(**SMALL, **MLP, **MLA)),
+    "qwen3_next": ("Qwen3NextModel", dict(**SMALL, **MLP, **DELTA, num_key_value_heads=2, mlp_only_layers=[0, 1])),
     "t5": ("T5EncoderModel", dict(d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, vocab_size=128)),
 }
 

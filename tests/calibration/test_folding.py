@@ -53,6 +53,12 @@ FOLDS = {
         "gate_proj": "post_attention_layernorm",
         "down_proj": "up_proj",
     },
+    "qwen3_next": {
+        "in_proj_qkvz": "input_layernorm",
+        "out_proj": "norm",
+        "gate_proj": "post_attention_layernorm",
+        "down_proj": "up_proj",
+    },
     "t5": {"q": "layer_norm", "o": "v", "wi": "layer_norm", "wo": "wi"},
 }
 
