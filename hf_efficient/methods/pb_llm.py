@@ -22,7 +22,7 @@ def quantize(
         ValueError: no Hessian, or NaN or infinity in it."""
     feedback = feedback_of(inputs, "pb_llm", weight.device, damping)
     score = weight.float().square() * feedback.importance
-    salient = torch.zeros_like(score, dtype=torch.bool)
+    salient = torch.zeros_like(score, dtype=torch.bool, memory_format=torch.contiguous_format)
     salient.view(-1)[score.flatten().topk(format.salient(*weight.shape)).indices] = True
     scale = divide(weight.float().abs().amax(1, keepdim=True), LARGEST).to(weight.dtype)
     others = feedback.importance * ~salient

@@ -33,7 +33,8 @@ def prune(
     if failed:
         raise ValueError("the Hessian of the inputs is not positive definite: raise damping")
     inverse = torch.cholesky_inverse(factor).repeat(rows, 1, 1)
-    pruned, mask = weight.double().clone(), torch.ones_like(weight, dtype=torch.bool)
+    pruned = weight.double().clone()
+    mask = torch.ones_like(weight, dtype=torch.bool, memory_format=torch.contiguous_format)
     count, kept = target.competitors(rows, columns)
     quota = torch.full((rows * columns // count,), count - kept, device=weight.device)  # left to remove, per group
     while quota.any():

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_efficient.formats import AffineFormat
-from hf_efficient.methods import gptq, mse, rtn
+from hf_efficient.formats.binary import PartlyBinaryFormat
+from hf_efficient.methods import gptq, mse, pb_llm, rtn
 from hf_efficient.methods._error_feedback import Feedback, output_error
 
 
@@ -176,3 +177,10 @@ def test_rows_of_zeros_and_constant_rows(symmetric):
     back = format.dequantize(gptq.quantize(weight, format, inputs), 24, torch.float32)
     assert torch.isfinite(back).all() and (back[0] == 0).all() and (back[3, 8:16] == 0).all()
     assert (back[1] - 3).abs().max() < 0.5 and (back[2] + 2).abs().max() < 0.5
+
+
+def test_pb_llm_quantizes_a_transposed_view_alike():
+    weight, inputs = linear(16, 32)
+    expected = pb_llm.quantize(weight, PartlyBinaryFormat(), inputs)
+    found = pb_llm.quantize(weight.T.contiguous().T, PartlyBinaryFormat(), inputs)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

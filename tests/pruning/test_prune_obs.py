@@ -63,6 +63,13 @@ def test_equals_brute_force(rows, columns, target):
     torch.testing.assert_close(pruned.double(), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_transposed_view_is_pruned_alike():
+    weight, _, inputs = layer(3, 8)
+    expected, mask = prune(weight, "obs", Sparsity(0.5), inputs)
+    pruned, own = prune(weight.T.contiguous().T, "obs", Sparsity(0.5), inputs)
+    assert torch.equal(own, mask) and torch.equal(pruned, expected)
+
+
 def test_no_mask_of_all_is_much_better_and_other_methods_are_not():
     """Of 12 weights all 924 halves can be tried. Removing one at a time is not always the best of all."""
     ratios = {"obs": [], "alps": [], "magnitude": []}
