@@ -30,7 +30,8 @@ def choose(given: dict[str, Any], quality: str | None) -> dict[str, Any]:
     own = method if isinstance(method, str) and method in OWN_FORMATS else None
     if given["symmetric"] == AUTO:
         is_signed = own not in (None, "slim_llm")
-        chosen["symmetric"] = is_signed or bits == 8 and given["group_size"] == AUTO and codebook is None
+        by_row = bits == 8 and given["group_size"] == AUTO and codebook is None
+        chosen["symmetric"] = is_signed or by_row and method != "hqq"
     if given["group_size"] == AUTO:
         fixed = BLOCK_SIZES | {"trellis": -1}
         name = codebook if isinstance(codebook, str) else None  # anything else is refused later

@@ -59,7 +59,7 @@ class WeightOnlyConfig(CompressionConfig):
             with "mxfp4" or quality="best", 16 with "nvfp4", 128 with method="billm", -1 with "pb_llm", else 64. On CPU
             the fast kernels take -1 with 8 bits, and multiples of 32 with 4 bits.
         symmetric (bool; default "auto"): zero is the middle of the grid and no zero point is stored. False stores a
-            zero point per group. "auto" is True with 8 bits and group_size="auto".
+            zero point per group. "auto" is True with 8 bits and group_size="auto", but for method="hqq".
         method (str; default "auto"): how codes, scales and zero points are chosen; a file of `hf_efficient/methods`,
             see `available_methods`. "rtn" (round to nearest), "mse" (clipped for the least squared error), "hqq" and
             "kmeans" need no data, though "mse" and "kmeans" are better with it. "gptq"

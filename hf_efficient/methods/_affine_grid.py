@@ -14,6 +14,7 @@ from hf_efficient.formats.base import divide
 
 
 Grid = tuple[torch.Tensor, torch.Tensor]
+_SCALE_OF_ZEROS = 2.0**-14  # float16's smallest normal, in which other libraries store scales
 
 
 def group_width(format: AffineFormat, in_features: int) -> int:
@@ -69,7 +70,7 @@ def grid_of_range(low: torch.Tensor, high: torch.Tensor, format: AffineFormat, d
 
 
 def stored(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A scale rounded to `dtype`; 1 for a group of zeros."""
+    """A scale rounded to `dtype`; 1 for a group of zeros, which error feedback then leaves alone."""
     scale = scale.to(dtype)
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
@@ -94,10 +95,15 @@ def decode(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, format:
 
 def canonical(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, format: AffineFormat) -> dict:
     """uint8 codes [N, K] and their grid -> the canonical tensors of `format`."""
-    tensors = {"qweight": format.pack(codes), "scale": scale}
     if format.symmetric:
-        return tensors
-    return {**tensors, "zero_point": zero.to(scale.dtype if format.zero_point == "float" else torch.uint8)}
+        if format.group_size is not None and (scale == 1).any():
+            # kernels multiply the scale by what rounding leaves of x @ code - zero_point * sum(x)
+            values = grouped(codes, group_width(format, codes.shape[1]))
+            is_zero = (scale == 1) & (values == zero[..., None]).all(-1)
+            scale = scale.masked_fill(is_zero, _SCALE_OF_ZEROS)
+        return {"qweight": format.pack(codes), "scale": scale}
+    zero = zero.to(scale.dtype if format.zero_point == "float" else torch.uint8)
+    return {"qweight": format.pack(codes), "scale": scale, "zero_point": zero}
 
 
 def grid_by_rows(

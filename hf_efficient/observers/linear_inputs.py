@@ -129,15 +129,19 @@ class LinearInputs:
         return new
 
     def rotated(self, rotate: Callable[[torch.Tensor], torch.Tensor]) -> "LinearInputs":
-        """The statistics of rotated rows; needs the hessian. `absmax` becomes NaN because it does not follow from it,
-        and `mean_abs` that of normal values of the same mean square.
+        """The statistics of rotated rows. `absmax` becomes NaN because it does not follow from those of the rows, and
+        `mean_abs` that of normal values of the same mean square. Without a hessian all channels get the mean of the
+        mean squares, which is what rotations with random signs make of them on average.
 
         rotate: applies an orthogonal matrix to rows [..., K]."""
         new = LinearInputs(self.in_features, hessian=False, name=self.name, device=self.absmax.device)
         new.count, new.absmax = self.count, torch.full_like(self.absmax, math.nan)
         new.output_hessian = self.output_hessian
-        new._hessian, new._mirrored = rotate(rotate(self.hessian).t().contiguous()), False
-        new._sum_square = new._hessian.diagonal().clone()
+        if self._hessian is None:
+            new._sum_square = self._sum_square.mean().expand(self.in_features).clone()
+        else:
+            new._hessian, new._mirrored = rotate(rotate(self.hessian).t().contiguous()), False
+            new._sum_square = new._hessian.diagonal().clone()
         new._sum_abs = (new._sum_square * self.count * (2 / math.pi)).sqrt()
         return new
 

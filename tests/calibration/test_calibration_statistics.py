@@ -8,6 +8,7 @@ from helpers import assert_close, tiny_model
 from torch import nn
 
 from hf_efficient.calibration.collect import collect
+from hf_efficient.kernels.hadamard import random_signs, rotate
 from hf_efficient.observers.hooks import watching_inputs
 from hf_efficient.observers.linear_inputs import LinearInputs
 
@@ -49,6 +50,15 @@ def test_of_scaled_and_rotated_rows():
         assert_close(getattr(turned, name), expected[name], 1e-5, 1e-3, "two products in float32")
     assert_close(turned.mean_abs, expected["mean_abs"], 0.1, 0.2, "what 200 normal values have is known to 5 %")
     check(inputs, rows)
+
+
+def test_of_rotated_rows_without_a_hessian():
+    rows, inputs = torch.randn(200, 48) * torch.logspace(-1, 1, 48), LinearInputs(48, hessian=False)
+    inputs.update(rows)
+    turned = inputs.rotated(lambda x: rotate(x, random_signs(48)))
+    seen = torch.stack([direct(rotate(rows, random_signs(48, seed)))["mean_square"] for seed in range(100)])
+    assert turned.hessian is None and turned.count == 200
+    assert_close(turned.mean_square, seen.mean(0), 0.03, 1, "the mean over 100 draws of signs")
 
 
 def test_without_hessian_the_rest_is_the_same():

@@ -9,9 +9,13 @@ from helpers import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_efficient import WeightOnlyConfig
 from hf_efficient.formats import AffineFormat
-from hf_efficient.methods import hqq, mse, rtn
+from hf_efficient.formats.transformed import TransformedFormat
+from hf_efficient.layers import compress_linear
+from hf_efficient.methods import hqq, mse, quantize, rtn
 from hf_efficient.methods._affine_grid import covering_grid, decode, round_to
+from hf_efficient.observers.linear_inputs import LinearInputs
 
 
 def random_weight(rows: int, columns: int, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
@@ -95,6 +99,39 @@ def test_hqq_is_the_half_quadratic_iteration(bits, zero_point):
         assert own <= best * (1 + 1e-3), "float32, where a tie may round otherwise"
         moved += zeros[row, group] != start
     assert moved >= 6 or zero_point == "integer", "integers hardly move"
+
+
+@pytest.mark.parametrize("method", ["rtn", "mse"])
+def test_rotated_weights_need_no_hessian(method):
+    weight, inputs = random_weight(16, 64), LinearInputs(64, hessian=False)
+    inputs.update(torch.randn(100, 64, generator=torch.Generator().manual_seed(1)))
+    format = TransformedFormat(AffineFormat(4, 32, False), rotation=True)
+    expected = quantize(weight, format, method)
+    found = quantize(weight, format, method, inputs)
+    assert_close(found["scale"], expected["scale"], 1e-3, 1e-2, "all columns weigh the same, up to rounding")
+
+
+def test_hqq_in_8_bits_has_zero_points_unless_asked_otherwise():
+    overrides = WeightOnlyConfig(method="hqq", overrides={"*down_proj": {"bits": 8}})
+    for config in (WeightOnlyConfig(method="hqq", bits=8), overrides.for_module("mlp.down_proj")):
+        assert (config.symmetric, config.group_size, config.zero_point) == (False, -1, "integer")
+    with pytest.raises(ValueError, match="symmetric=True"):
+        WeightOnlyConfig(method="hqq", bits=8, symmetric=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_of_zeros_answer_zero_for_any_number_of_rows(dtype):
+    linear = torch.nn.Linear(2048, 32, bias=False).to(dtype).requires_grad_(False)
+    linear.weight[::2] = 0
+    for group_size in (-1, 64):
+        format = AffineFormat(8, group_size, True)
+        tensors = rtn.quantize(linear.weight, format)
+        assert (tensors["scale"].half() > 0).all(), "exports store scales in float16"
+        quantized = compress_linear(linear, format, tensors)
+        assert (quantized.dequantized("", dtype)[::2] == 0).all()
+        for rows in range(1, 14):
+            x = torch.randn(rows, 2048, generator=torch.Generator().manual_seed(rows)).to(dtype)
+            assert quantized(x)[:, ::2].abs().max() < 1e-6, "outputs of the others are about 0.5"
 
 
 def test_hqq_refuses_a_symmetric_format():
