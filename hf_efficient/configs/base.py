@@ -130,7 +130,9 @@ class CompressionConfig(QuantizationConfigMixin):
             if module_matches(pattern, name):
                 if fields is None:
                     return None
-                return type(self)(**self._merged(fields), calibration=self.calibration)
+                own = type(self)(**self._merged(fields))
+                own.calibration = self.calibration  # checked with the whole config
+                return own
         return self
 
     def scheme(self) -> dict[str, Any]:

@@ -73,6 +73,16 @@ def stored(model) -> dict:
     return tensors | {n: m.format for n, m in model.named_modules() if isinstance(m, EfficientLinear)}
 
 
+@pytest.mark.parametrize("refined", ["model", "down_proj"])
+def test_an_override_need_not_refine_in_a_config_with_minutes(refined):
+    calibration, overrides = CalibrationConfig(tokens=TOKENS, minutes=5), {"*down_proj": {"refine": refined != "model"}}
+    config = WeightOnlyConfig(method="gptq", refine=refined == "model", overrides=overrides, calibration=calibration)
+    own = config.for_module("layers.0.mlp.down_proj")
+    assert own.refine == (refined != "model") and own.calibration is config.calibration and own.needs_calibration()
+    with pytest.raises(ValueError, match="minutes=5.*None where nothing has refine=True"):
+        WeightOnlyConfig(method="gptq", overrides={"*down_proj": {"refine": False}}, calibration=calibration)
+
+
 def test_in_bfloat16_norms_are_stored_rounded(steps):
     original, blockwise, _ = compressed(SCHEMES["int2"], dtype=torch.bfloat16)
     _, model, _ = compressed(SCHEMES["int2"], dtype=torch.bfloat16, minutes=5)
