@@ -85,7 +85,8 @@ def choose_bits(
 
     widths: by default `WIDTHS`, and a trellis's own, whose errors are those of normal numbers.
 
-    method: data-free, stands in for the one that will be used. model, tokens, blocks and errors: see `sensitivities`.
+    method: data-free, stands in for the one that will be used; "hqq" does for float zero points.
+    model, tokens, blocks and errors: see `sensitivities`.
     """
     modules = {name: model.get_submodule(name) for name in formats}
     chosen = {n: m for n, m in modules.items() if isinstance(m, (nn.Linear, Conv1D)) or _has_own_bits(m, formats[n])}
@@ -187,7 +188,7 @@ def _rise(sensitivity: Sensitivity, weight: torch.Tensor, format, method: str) -
     inner = inner_format(format)
     if isinstance(inner, TrellisFormat):
         return sensitivity.loss_of_noise(inner.expected_error * weight.float().square().mean(1))
-    tensors = methods.quantize(weight, format, method)
+    tensors = methods.quantize(weight, format, "hqq" if inner.zero_point == "float" else method)
     return sensitivity.loss(weight - format.dequantize(tensors, weight.shape[1], torch.float32))
 
 

@@ -189,6 +189,15 @@ def test_bits_are_chosen_within_the_size_of_the_uniform_formats(llama):
     assert min(bits.values()) < max(bits.values())
 
 
+def test_bits_of_grids_with_float_zero_points_are_chosen_alike(llama):
+    names = [name for name, module in llama.named_modules() if isinstance(module, torch.nn.Linear) and "layers" in name]
+    floats, integers = (AffineFormat(3, 32, False, zero_point=zero) for zero in ("float", "integer"))
+    bits = choose_bits(llama, dict.fromkeys(names, floats), TOKENS, llama.model.layers)
+    assert min(bits.values()) < max(bits.values())
+    expected = choose_bits(llama, dict.fromkeys(names, integers), TOKENS, llama.model.layers, method="hqq")
+    assert sum(bits[name] != expected[name] for name in names) <= 4, "their errors are nearly the same"
+
+
 def test_bits_along_a_trellis_keep_to_any_average(llama):
     names = [name for name, module in llama.named_modules() if isinstance(module, torch.nn.Linear) and "layers" in name]
     bits = choose_bits(llama, dict.fromkeys(names, TrellisFormat(3.3)), TOKENS, llama.model.layers)
