@@ -77,3 +77,19 @@ def test_kept_weights_are_refined_before_they_become_codes(name, tmp_path):
         with torch.no_grad():
             error[refine] = (model(tokens).logits - dense(tokens).logits).norm()
     assert error[True] < 0.95 * error[False]
+
+
+@pytest.mark.parametrize("left_out", [[], ["self_attn"]])
+def test_pruned_experts_are_not_tuned_and_a_warning_says_so(left_out, tmp_path, monkeypatch):
+    tiny_model("mixtral").save_pretrained(tmp_path)
+    tokens = torch.randint(3, 128, (4, 16), generator=torch.Generator().manual_seed(1))
+    scheme = dict(sparsity=0.5, method="magnitude", calibration={"tokens": tokens}, modules_to_not_convert=left_out)
+    states, warnings = {}, set()
+    monkeypatch.setattr(refine_sparse.logger, "warning_once", warnings.add)
+    for refine in (False, True):
+        config = SparseConfig(**scheme, refine=refine)
+        states[refine] = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config).state_dict()
+        assert len(warnings) == refine
+    assert "refine=True tunes no pruned fused experts" in warnings.pop()
+    changed = {key for key, tensor in states[False].items() if not torch.equal(tensor, states[True][key])}
+    assert all("self_attn" in key for key in changed) and bool(changed) != bool(left_out)
