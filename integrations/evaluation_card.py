@@ -39,7 +39,8 @@ def check(content: Any) -> None:
     try:
         numbers, texts = [content["weight_bytes"]], [content["environment"][key] for key in ("command", "date")]
         if (measured := content["perplexity"]) is not None:
-            numbers += [measured[key] for key in ("perplexity", "nll", "standard_error", "windows", "window_length")]
+            numbers += [measured[key] for key in ("perplexity", "nll", "windows", "window_length")]
+            numbers += [] if measured["standard_error"] is None else [measured["standard_error"]]
             texts.append(measured["text"])
         for name, task in content["tasks"].items():
             texts += [name, *task["metrics"]]
@@ -60,7 +61,8 @@ def table(content: dict) -> str:
     """The figures as a table in Markdown."""
     rows = ["| measured | value | standard error | on |", "| --- | ---: | ---: | --- |"]
     if (measured := content["perplexity"]) is not None:
-        error = f"{measured['perplexity'] * measured['standard_error']:.2f}"
+        error = measured["standard_error"]  # in nats, None for one window
+        error = "" if error is None else f"{measured['perplexity'] * error:.2f}"
         where = f"{measured['windows']} windows of {measured['window_length']} tokens of {_cell(measured['text'])}"
         rows.append(f"| perplexity | {measured['perplexity']:.2f} | {error} | {where} |")
     for name, task in content["tasks"].items():

@@ -125,6 +125,7 @@ INSIDES: tuple[Inside, ...] = (
     *_of("integrations/transformers_compile.py", "cache_utils", "Cache.is_compileable"),
     *_of("integrations/transformers_masks.py", "masking_utils", "flash_attention_mask", "sdpa_mask"),
     *_of("integrations/transformers_masks.py", "masking_utils", "find_packed_sequence_indices"),
+    *_of("integrations/transformers_masks.py", "masking_utils", "packed_sequence_mask_function"),
     *_of(
         "integrations/transformers_warnings.py",
         "modeling_utils",

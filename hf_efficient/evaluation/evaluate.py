@@ -46,7 +46,7 @@ def _perplexity(model, windows: torch.Tensor, text: str) -> dict:
     return {
         "perplexity": perplexity.perplexity(nll),
         "nll": nll.mean().item(),
-        "standard_error": (nll.std() / len(nll) ** 0.5).item() if len(nll) > 1 else 0.0,
+        "standard_error": (nll.std() / len(nll) ** 0.5).item() if len(nll) > 1 else None,
         "text": text,
         "windows": windows.shape[0],
         "window_length": windows.shape[1],

@@ -76,6 +76,14 @@ def test_perplexity_is_that_of_the_model_and_stands_in_card_and_json(folder, cap
     assert "## Evaluation" in pushed.text and "hf-efficient quantize tiny --output small" in pushed.text
 
 
+def test_one_window_has_no_standard_error(folder, capsys):
+    words = ["--text", "text.txt", "--windows", "1", "--window-length", "16", "--card", "--json"]
+    assert main(["evaluate", "small", *words]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["perplexity"]["standard_error"] is None
+    assert f"| perplexity | {content['perplexity']['perplexity']:.2f} |  | 1 windows" in evaluation_card.table(content)
+
+
 def test_figures_of_other_weights_are_not_published(folder, capsys):
     assert main(["evaluate", "small", *PERPLEXITY, "--card"]) == 0
     path = folder / "small" / evaluation_card.FILE

@@ -15,7 +15,7 @@ NEEDLES = {"river": "48213", "violin": "90657"}  # key -> value
 
 @pytest.fixture(scope="module")
 def compressor(sample_model):
-    model = AutoModelForCausalLM.from_pretrained(sample_model, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(sample_model, dtype=torch.float32)
     return PromptCompressor(model, AutoTokenizer.from_pretrained(sample_model))
 
 
