@@ -250,10 +250,10 @@ def test_a_failed_packed_capture_is_named(monkeypatch):
     plain, warnings = target.generate(**inputs, max_new_tokens=NEW, do_sample=False), []
     make = CapturedForward.new_capture
 
-    def fails(self, forward, tokens):
+    def fails(self, forward, tokens, late=None):
         if tokens == 8:  # no multiple of 5, so a packed one
             raise ZeroDivisionError("no capture")
-        return make(self, forward, tokens)
+        return make(self, forward, tokens, late)
 
     monkeypatch.setattr(CapturedForward, "new_capture", fails)
     monkeypatch.setattr(captured_forward.logger, "warning_once", warnings.append)
