@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,12 +15,13 @@ from hf_efficient.files import atomic_write
 
 def fingerprint(model) -> str:
     """A digest of what `model` would save, whatever layouts its device has: of every tensor the name, shape, dtype and
-    bytes; of those on the meta device no bytes."""
+    checksum of the bytes, those on the meta device without it."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
         if tensor.numel() and not tensor.is_meta:
-            digest.update(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy())
+            stored = tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy()
+            digest.update(zlib.crc32(stored).to_bytes(4, "little"))  # several times as fast as a digest of the bytes
     return digest.hexdigest()
 
 
