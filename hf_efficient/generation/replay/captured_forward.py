@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from operator import itemgetter
 from time import perf_counter
 from typing import NamedTuple
 
@@ -41,7 +42,10 @@ DTYPES = {  # of models whose forwards are captured, by device
 
 
 PACKED = "packed"
-_FUNCTIONAL = dict(vars(functional))
+# what others may replace, but for losses, which no decoding computes
+_NAMES = [name for name in dir(functional) if name[0] != "_" and not {"loss", "entropy"} & {*name.split("_")}]
+_FUNCTIONS = itemgetter(*(name for name in _NAMES if callable(getattr(functional, name))))
+_OF_TORCH = _FUNCTIONS(vars(functional))
 
 
 class _Captured(NamedTuple):
@@ -270,7 +274,7 @@ def is_being_watched() -> bool:
     context, or replaces functions of `torch.nn.functional`. It would not see replayed forwards."""
     modes = [type(mode) for mode in _get_current_function_mode_stack()]
     return bool(
-        vars(functional) != _FUNCTIONAL
+        _FUNCTIONS(vars(functional)) != _OF_TORCH
         or any(mode is not DeviceContext and not mode.__module__.startswith("hf_efficient.") for mode in modes)
         or _has_any_global_hook()
         or torch._C._len_torch_dispatch_stack()
