@@ -341,8 +341,8 @@ def _glance(value, depth: int = 3):
         return id(value), _glance(value.get(None), depth)
     is_plain = _is_users(value) if isinstance(value, type) else _package(type(value)) not in _LIBRARIES
     is_plain = is_plain and not isinstance(value, (nn.Module, types.ModuleType, *_UNUSED_BY_FORWARDS))
-    if is_plain and hasattr(value, "__dict__"):
-        return id(value), _glance(dict(vars(value)), depth)
+    if is_plain and depth and len(contents := dict(getattr(value, "__dict__", {}))) in range(1, _MAX_ITEMS + 1):
+        return id(value), _glance(contents, depth)
     if isinstance(value, _CONTAINERS) and depth and len(value) <= _MAX_ITEMS:
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return [(_inside(key, 0), _inside(item, depth - 1)) for key, item in items]
