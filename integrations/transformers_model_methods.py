@@ -9,6 +9,7 @@ from pathlib import Path
 from hf_efficient.embeddings import EfficientEmbedding
 from hf_efficient.files import atomic_checkpoint
 from hf_efficient.integrations.transformers_compat import attention_of
+from hf_efficient.integrations.transformers_layers import keep_unfused
 from hf_efficient.kernels.attention.api import ATTENTION_NAMES
 from hf_efficient.layers import CompressedModule
 
@@ -16,7 +17,9 @@ from hf_efficient.layers import CompressedModule
 def replace_methods(model) -> None:
     """Makes `model.save_pretrained` write atomically (with `push_to_hub=True` it stays transformers'),
     `model.push_to_hub` add a card, `model.generate` take our loop where that is faster, and, where the input or
-    output embedding is compressed, `model.resize_token_embeddings` raise."""
+    output embedding is compressed, `model.resize_token_embeddings` raise. `train` keeps fused kernels from compressed
+    weights."""
+    keep_unfused(model)
     model.save_pretrained = types.MethodType(save_pretrained, model)
     model.push_to_hub = types.MethodType(push_to_hub, model)
     if _has_compressed_embedding(model) or isinstance(model.get_output_embeddings(), CompressedModule):

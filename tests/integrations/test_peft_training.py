@@ -135,15 +135,16 @@ def test_prompts_and_scales(kind, folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, kind", [("mamba2", "LoraConfig"), ("bamba", "LoraConfig"), ("bamba", "PromptTuningConfig")]
+    "name, kind", [("mamba2", "LoraConfig"), ("mamba2", None), ("bamba", "LoraConfig"), ("bamba", "PromptTuningConfig")]
 )
 def test_fused_kernels_do_not_read_compressed_weights(name, kind, tmp_path, monkeypatch):
     """Those of Mamba take `out_proj.weight`, in training alone."""
     recurrent_model(name).save_pretrained(tmp_path)
     options = {"target_modules": ["in_proj"]} if kind == "LoraConfig" else {"num_virtual_tokens": 4}
-    config = getattr(peft, kind)(task_type="CAUSAL_LM", **options)
-    model = peft.get_peft_model(load(tmp_path, group_size=32), config)
-    module = sys.modules[type(model.get_base_model()).__module__]
+    model = load(tmp_path, group_size=32)
+    module = sys.modules[type(model).__module__]
+    if kind is not None:
+        model = peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", **options))
     monkeypatch.setattr(module, "mamba2_split_conv1d_scan_combined", None)  # which cannot be called
     found = [each.train()(input_ids=IDS, labels=IDS, use_cache=False).loss for each in (model, copy.deepcopy(model))]
     expected = model.eval()(input_ids=IDS, labels=IDS, use_cache=False).loss
