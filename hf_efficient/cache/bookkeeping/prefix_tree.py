@@ -88,7 +88,8 @@ class PrefixTree:
         """Stores the whole blocks of `tokens`: as many as it has in the pool, those behind them in the next tiers.
 
         Returns (number in the sequence, node) of those that were not there, or not in the pool, which the caller has to
-        fill after doing what `moves` says. Where this sequence alone takes all blocks, its end is not stored.
+        fill after doing what `moves` says. Where its own blocks take all of the tiers that its end may lie in, no more of
+        it is stored.
         """
         edges = list(self._edges(key, tokens))
         path = self._walk(edges)
@@ -101,6 +102,7 @@ class PrefixTree:
         new = []
         for edge in edges[len(path) :]:
             parent = path[-1] if path else self._root
+            self._mark_used(path[self.num_blocks :])  # what made room since stands behind them
             tier = self._tier_for(parent, path)
             if tier is None:
                 break
