@@ -107,8 +107,11 @@ def _run_over_pool(request: GenerationRequest, version: model_state.ModelVersion
             hidden_layers,
             source_tokens=None if request.source is None else request.source.tokens,
         )
-        is_unchanged = version.snapshot.is_unchanged if entry.is_capturable and _runs_users_code(request) else None
-        output, captured = _run(request, entry, is_unchanged, version.snapshot.sees_changes, pause)
+        snapshot = version.snapshot
+        is_unchanged = snapshot.is_unchanged if entry.is_capturable and _runs_users_code(request) else None
+        # what has changed already was no forward: something around `generate()`
+        changes_model = snapshot.sees_changes if entry.is_capturable and not snapshot.sees_changes() else None
+        output, captured = _run(request, entry, is_unchanged, changes_model, pause)
         if request.returns_dict and request.replaces_sample:
             output = as_transformers(output, request.cache)
         elif request.returns_dict and entry.is_capturable:  # the caller gets a cache that grows
