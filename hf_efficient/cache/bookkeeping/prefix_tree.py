@@ -88,8 +88,8 @@ class PrefixTree:
         """Stores the whole blocks of `tokens`: as many as it has in the pool, those behind them in the next tiers.
 
         Returns (number in the sequence, node) of those that were not there, or not in the pool, which the caller has to
-        fill after doing what `moves` says. Where its own blocks take all of the tiers that its end may lie in, no more of
-        it is stored.
+        fill after doing what `moves` says. Where its own blocks take all of the tiers that its end may lie in, no more
+        is stored.
         """
         edges = list(self._edges(key, tokens))
         path = self._walk(edges)
