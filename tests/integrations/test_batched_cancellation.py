@@ -134,8 +134,9 @@ def test_what_all_pages_cannot_hold(model):
         assert answer_of(manager, manager.add_request([5], max_new_tokens=1)).is_finished()
         cache = manager.batch_processor.cache
         holds = cache.num_blocks * next(iter(cache.cache_allocators.values())).tokens_per_page
-        error = answer_of(manager, manager.add_request([5] * (holds + 1), max_new_tokens=1)).error
-        assert f"a prompt of {holds + 1} tokens does not fit: all pages together hold {holds}" in error
+        message = f"a prompt of {holds + 1} tokens does not fit: all pages together hold {holds}"
+        with pytest.raises(ValueError, match=message):
+            manager.add_request([5] * (holds + 1), max_new_tokens=1)
         for length, new, expected in ((holds, 9, 1), (holds - 3, 9, 4), (holds - 3, 3, 3)):
             answer = answer_of(manager, manager.add_request([5] * length, max_new_tokens=new))
             assert answer.error is None and len(answer.generated_tokens) == expected
