@@ -112,7 +112,6 @@ OF_CONTINUOUS_BATCHING: tuple[Inside, ...] = (
         _SERVING, _SERVER, "BaseHandler._build_generation_config", "response_events_to_chunks", "get_response_template"
     ),
     *of(_SERVING, "cli.serving.server", "build_server"),
-    *of(_SERVING, "cli.serving.chat_completion", "ChatCompletionHandler.handle_request"),
     *(
         Inside(f"transformers.{_SERVER}:CBStreamer.{method}", _SERVING, reads=name)
         for name, method in {

@@ -10,8 +10,9 @@ import uuid
 from contextvars import ContextVar
 
 from transformers import GenerationConfig
-from transformers.cli.serving import chat_completion, server, utils
+from transformers.cli.serving import server, utils
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.utils.import_utils import is_serve_available
 
 from hf_efficient.generation.stop_strings import CutText, StopStrings, cut
 from hf_efficient.integrations import transformers_paged_formats as paged_formats
@@ -39,9 +40,10 @@ def register() -> None:
         manager.generate_streaming = _streamed_as_asked(manager.generate_streaming)
         manager.generate_non_streaming = _answered_as_asked(manager.generate_non_streaming)
         utils.CBStreamer = _CutStreamer
-        chat_completion.ChatCompletionHandler.handle_request = _with_checked_messages(
-            chat_completion.ChatCompletionHandler.handle_request
-        )
+        if is_serve_available():  # whose chats cannot be imported else
+            from transformers.cli.serving.chat_completion import ChatCompletionHandler as chats
+
+            chats.handle_request = _with_checked_messages(chats.handle_request)
         server.build_server = _for_all_clients(server.build_server)
 
 
