@@ -49,7 +49,7 @@ _MANAGER, _BUDGETS = "integrations/transformers_batching_manager.py", "integrati
 _OPTIONS = "integrations/transformers_request_options.py"
 _PREFIXES = "integrations/transformers_shared_prefixes.py"
 _SERVING, _SERVER = "integrations/transformers_serving.py", "cli.serving.utils"
-_CB, _LEDGER = "generation.continuous_batching", "cache_allocators.cache_allocator:BlockLedger.reset"
+_CB = "generation.continuous_batching"
 
 OF_CONTINUOUS_BATCHING: tuple[Inside, ...] = (
     *of(_BATCHING, "configuration_utils", "PreTrainedConfig._attn_implementation"),
@@ -138,7 +138,7 @@ OF_CONTINUOUS_BATCHING: tuple[Inside, ...] = (
             f"transformers.{_CB}.cache_allocators.cache_allocator:BlockLedger.reset",
             _PREFIXES,
             reads=name,
-            since="5.19",
+            since="5.18",
         )
         for name in ("hash_to_block", "block_to_hash")
     ),
