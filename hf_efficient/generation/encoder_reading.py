@@ -158,9 +158,10 @@ def kind_of_cache(model) -> type:
     return EncoderDecoderPagedCache if reads_encoder(model) else PagedCache
 
 
-def unknown_arguments(model_kwargs: dict) -> list[str]:
+def unknown_arguments(model, model_kwargs: dict) -> list[str]:
     """Arguments of the decoder's forward that steps after the first would not be given."""
-    return sorted(key for key, value in model_kwargs.items() if value is not None and key not in _HANDLED)
+    handled = _HANDLED | {"inputs_embeds"} if model.config.is_encoder_decoder else _HANDLED  # the encoder has read them
+    return sorted(key for key, value in model_kwargs.items() if value is not None and key not in handled)
 
 
 def distance_bias(decoder) -> torch.Tensor:

@@ -120,7 +120,7 @@ class SpeculativeLoop:
             return
         sequences, first = self.sequences, self.sequences.prompt_length
         growing = [count for b, count in enumerate(sequences.generated) if sequences.unfinished(b)]
-        for column in range(self._streamed, end := min(growing, default=max(sequences.generated))):
+        for column in range(self._streamed, end := min(growing) if growing else sequences.final_columns()):
             has_token = torch.tensor([count > column for count in sequences.generated])
             tokens = sequences.tokens[:, first + column].cpu()
             self.streamer.put(torch.where(has_token, tokens, sequences.padding))

@@ -22,11 +22,13 @@ MIN_LENGTH = {
     processors_of.MinLengthLogitsProcessor: lambda own: own.min_length,
     processors_of.MinNewTokensLengthLogitsProcessor: lambda own: own.prompt_length_to_skip + own.min_new_tokens,
 }
-# Processors that remember their last call, so that a rejected draft cannot be taken back from them.
-STATEFUL = (
-    processors_of.UnbatchedClassifierFreeGuidanceLogitsProcessor,
-    processors_of.SynthIDTextWatermarkLogitsProcessor,
-)
+# Processors that remember their last call, so that a rejected draft cannot be taken back from them; the value is the
+# option of `generate()` that makes them.
+OPTION_OF_STATEFUL = {
+    processors_of.UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale",
+    processors_of.SynthIDTextWatermarkLogitsProcessor: "watermarking_config",
+}
+STATEFUL = tuple(OPTION_OF_STATEFUL)
 
 
 def kind_of(processor) -> str:

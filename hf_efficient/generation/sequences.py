@@ -10,7 +10,7 @@ from transformers.generation import logits_process as processors_of
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from hf_efficient.cache.bookkeeping.tensors import to_device
-from hf_efficient.generation.processor_kinds import MIN_LENGTH, STATEFUL, kind_of
+from hf_efficient.generation.processor_kinds import MIN_LENGTH, OPTION_OF_STATEFUL, kind_of
 from hf_efficient.generation.speculation.sampling import Uniforms
 from hf_efficient.integrations.transformers_loop import allowed_tokens_fn
 
@@ -92,11 +92,13 @@ class Sequences:
         generation_config: GenerationConfig | None = None,
     ):
         for processor in processors:
-            if isinstance(processor, STATEFUL):
-                raise ValueError(
-                    f"{type(processor).__name__} remembers its last call, so tokens drafted in vain cannot be taken "
-                    "back from it: generate without an assistant model and without prompt_lookup_num_tokens"
-                )
+            for kind, option in OPTION_OF_STATEFUL.items():
+                if isinstance(processor, kind):
+                    raise ValueError(
+                        f"{option}: its {type(processor).__name__} remembers its last call, so tokens drafted in vain "
+                        "cannot be taken back from it. Leave it out, or generate without an assistant model, "
+                        "prompt_lookup_num_tokens and speculative_generate"
+                    )
         self.batch_size, self.prompt_length = input_ids.shape
         self.generation_config = generation_config or GenerationConfig(do_sample=False)
         self.device = input_ids.device
@@ -319,11 +321,15 @@ class Sequences:
 
     def finish(self) -> torch.Tensor:
         """The finished ids, int64 [batch, longest sequence], padded on the right; collected scores are cut to match."""
-        longest = max(self.generated) if self.end_one_by_one else max(self.stopped_at) - self.prompt_length
+        columns = self.final_columns()
         for collected in (self.scores, self.logits):
             if collected is not None:
-                del collected[longest:]
-        return self.tokens[:, : self.prompt_length + longest]
+                del collected[columns:]
+        return self.tokens[:, : self.prompt_length + columns]
+
+    def final_columns(self) -> int:
+        """Generated columns of the output, once all sequences have stopped."""
+        return max(self.generated) if self.end_one_by_one else max(self.stopped_at) - self.prompt_length
 
     def _without_ends(self, processor, scores: torch.Tensor, offset: int) -> torch.Tensor:
         """`scores` [rows, width, vocabulary] with -inf at the end-of-sequence tokens that come too early."""

@@ -207,7 +207,7 @@ def check_decoder_inputs(request: GenerationRequest) -> None:
             "decoder_attention_mask: the decoder's prompts are padded elsewhere than on the left. Pad them there, or "
             "give one at a time"
         )
-    if unknown := unknown_arguments(request.model_kwargs):
+    if unknown := unknown_arguments(request.model, request.model_kwargs):
         raise ValueError(
             f"{', '.join(unknown)}: speculation does not pass this on to the decoder of {name}; it takes "
             "encoder_outputs and attention_mask"

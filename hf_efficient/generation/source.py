@@ -14,7 +14,8 @@ class Source:
         model: the target, whose encoder read them.
         encoder_outputs: of that encoder; `last_hidden_state` is [rows, n, hidden size]. It may be a tuple's first.
         attention_mask: [rows, n], 0 at padding; or None.
-        inputs: what the encoder read, [rows, ...]: token ids, or features of sound; None where not known.
+        inputs: what the encoder read, [rows, ...]: token ids, their embeddings, or features of sound; None where not
+            known.
     """
 
     model: torch.nn.Module
@@ -60,10 +61,12 @@ class Source:
         encoder = draft.get_encoder() if draft.config.is_encoder_decoder else None
         if encoder is None or encoder is self.model.get_encoder():
             return self
-        if self.inputs is None:
+        are_embeds = self.inputs is not None and encoder.main_input_name == "input_ids" and self.inputs.dim() == 3
+        if self.inputs is None or are_embeds:  # of the target's embedding
             raise ValueError(
-                f"assistant_model={type(draft).__name__} has an encoder of its own, and only encoder_outputs were "
-                "given: pass the model's inputs, or let the assistant have the target's encoder"
+                f"assistant_model={type(draft).__name__} has an encoder of its own, and only "
+                f"{'inputs_embeds' if are_embeds else 'encoder_outputs'} were given: pass the model's inputs, or let "
+                "the assistant have the target's encoder"
             )
         inputs = {encoder.main_input_name: self.inputs.to(draft.device)}
         mask = None if self.attention_mask is None else self.attention_mask.to(draft.device)

@@ -217,6 +217,21 @@ def test_refusals():
         enable_speculation(other).generate(inputs["input_ids"], **lookup)
 
 
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_embeddings_for_the_encoder(name):
+    plain, model, inputs = plain_and_speculative(name)
+    ids, inputs["inputs_embeds"] = inputs["input_ids"], plain.get_input_embeddings()(inputs.pop("input_ids")).detach()
+    inputs["inputs_embeds"] *= getattr(plain.get_encoder(), "embed_scale", 1.0)
+    options = dict(**inputs, max_new_tokens=12)
+    expected, draft = plain.generate(**options), draft_of(plain)
+    assert torch.equal(expected, plain.generate(ids, attention_mask=inputs["attention_mask"], max_new_tokens=12))
+    with pytest.raises(ValueError, match="an encoder of its own, and only inputs_embeds were given"):
+        model.generate(**options, assistant_model=draft)
+    draft.get_encoder = model.get_encoder
+    for drafts in (dict(prompt_lookup_num_tokens=3), dict(assistant_model=draft), {}):
+        assert torch.equal(model.generate(**options, **drafts), expected)
+
+
 def test_plain_calls_stay_with_transformers():
     plain, model, inputs = plain_and_speculative("bart")
     for options in ({}, dict(num_beams=3), dict(do_sample=True)):

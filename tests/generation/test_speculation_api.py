@@ -185,8 +185,11 @@ def test_custom_generate_refusals(llama):
         target.generate(**options, draft_model="gpt2")
     with pytest.raises(ValueError, match="num_beams=2"):
         target.generate(**options, draft_model=draft, num_beams=2)
-    with pytest.raises(ValueError, match="remembers its last call"):
-        target.generate(**options, draft_model=draft, guidance_scale=1.5)
+    with pytest.raises(TypeError, match="draft='LlamaModel': expected a transformers model that can generate"):
+        target.generate(**options, draft_model=target.model)
+    for drafts in (dict(draft_model=draft), {}):
+        with pytest.raises(ValueError, match="guidance_scale: its .* remembers its last call, .* speculative_generate"):
+            target.generate(**options, **drafts, guidance_scale=1.5)
     embeds = target.get_input_embeddings()(batch["input_ids"])
     with pytest.raises(ValueError, match="cannot start from inputs_embeds alone"):
         target.generate(inputs_embeds=embeds, custom_generate=speculative_generate, draft_model=draft, max_new_tokens=4)
@@ -232,8 +235,15 @@ def test_models_with_a_state_are_refused_as_drafts(llama, monkeypatch):
 
 def test_bad_draft_settings_are_refused(llama):
     target, _, batch, _ = llama
-    draft = drafting(copy.deepcopy(target), 0)
-    with pytest.raises(ValueError, match="num_assistant_tokens=0"):
-        target.generate(**batch, assistant_model=draft, max_new_tokens=4)
+    draft = drafting(copy.deepcopy(target))
+    tokens = [("num_assistant_tokens", x, "an integer of at least 1") for x in (0, 2.5, True, "3", float("nan"))]
+    chances = [("assistant_confidence_threshold", x, "a number of at least 0") for x in (-1, "a", True, float("nan"))]
+    for name, value, allowed in tokens + chances:
+        settings = drafting(draft).generation_config
+        setattr(settings, name, value)
+        with pytest.raises(ValueError, match=f"{name}={value!r} in the assistant's .*: expected {allowed}"):
+            target.generate(**batch, assistant_model=draft, max_new_tokens=4)
+    drafting(draft, 7.0)  # as transformers' heuristic schedule leaves it
+    target.generate(**batch, assistant_model=draft, max_new_tokens=4)
     with pytest.raises(ValueError, match="prompt_lookup_num_tokens=0"):
         target.generate(**batch, prompt_lookup_num_tokens=0, max_new_tokens=4)

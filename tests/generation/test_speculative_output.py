@@ -7,6 +7,7 @@ import pytest
 import torch
 from draft_models import GREEDY, NEW, Recorder, counting, drafting, end_token, fixed
 from helpers import left_padded_batch, tiny_model
+from transformers import StoppingCriteriaList
 
 from hf_efficient import PagedCache, PromptLookup, enable_speculation, speculative_generate
 from hf_efficient.generation import model_state
@@ -147,6 +148,18 @@ def test_streams_columns_of_a_batch(llama, ends):
     for streamer, drafter in zip(streamers[1:], (None, draft, fixed(PromptLookup()))):
         target.generate(**batch, **options, assistant_model=drafter, streamer=streamer)
         assert streamer.values == streamers[0].values and streamer.ended == 1
+
+
+def test_streams_no_token_behind_the_end(llama):
+    """Without an end-of-sequence token all sequences grow until the last one has stopped."""
+    target, _, batch, _ = llama
+    recorders = Recorder(), Recorder()
+    criteria = StoppingCriteriaList([lambda ids, scores: torch.tensor([12, 14, 16]) <= ids.shape[1]])
+    options = dict(**batch, **GREEDY, eos_token_id=None, stopping_criteria=criteria)
+    expected = tiny_model("llama").generate(**options, streamer=recorders[0])
+    found = target.generate(**options, assistant_model=drafting(target), streamer=recorders[1])  # 5 tokens a step
+    assert torch.equal(found, expected) and expected.shape[1] == 16
+    assert recorders[0].values == recorders[1].values
 
 
 def test_a_streamer_is_never_left_hanging(llama):

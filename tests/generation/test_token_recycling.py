@@ -164,3 +164,14 @@ def test_sampled_text_does_not_depend_on_the_guesses():
         texts.append(output.sequences)
     assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])
     assert output.tokens_per_step > 1.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_another_default_dtype(dtype):
+    model, _, (batch, _), (plain, _) = models("llama")
+    torch.set_default_dtype(dtype)
+    try:
+        for _ in range(2):
+            assert torch.equal(model.generate(**batch, **GREEDY, assistant_model=fixed(TokenRecycling())), plain)
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationMixin
 
 from hf_efficient.generation import model_state
 from hf_efficient.generation.drafters.base import Drafter
@@ -41,15 +41,15 @@ class AssistantDrafter(Drafter):
             are continued, and the most probable of all are proposed (Li et al. 2024, "EAGLE-2"). One continuation is
             proposed where logits processors read the ids, or the draft's attention takes no trees; None: always.
 
-    Raises TypeError for what is no transformers model, ValueError for another `tree`.
+    Raises TypeError for what is no transformers model with `generate()`, ValueError for another `tree`.
     """
 
     draws = True
     tree: int | None = None
 
     def __init__(self, model, tokenizers=(None, None), tree: int | None = None):
-        if not isinstance(model, PreTrainedModel):
-            raise TypeError(f"model={type(model).__name__}: expected a transformers model")
+        if not isinstance(model, GenerationMixin):
+            raise TypeError(f"model={type(model).__name__}: expected a transformers model that can generate")
         check_tree(tree)
         self.model, self.tokenizers, self.tree = model, tokenizers, tree
         self.draws = tree is None

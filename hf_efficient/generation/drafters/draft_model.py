@@ -1,5 +1,7 @@
 """What a draft model is asked before it drafts: how far, and whether it has the target's tokenizer."""
 
+from numbers import Real
+
 from transformers.utils import logging
 
 from hf_efficient.generation.model_traits import check_ragged, has_states, reads_encoder
@@ -57,8 +59,9 @@ def draft_settings(model, max_tokens: int = 20) -> tuple[int, float]:
     """How many tokens `model` drafts at most, and below which probability of a token it stops: what its
     `generation_config` says, else `max_tokens` and transformers' default.
 
-    Raises ValueError for other settings of drafts that have no meaning here. Of the schedules, "constant" is what
-    `Speculation.adapts` reads, and the others stand for lengths that follow what pays, which a warning says once."""
+    Raises ValueError for other numbers, and for settings of drafts that have no meaning here. Of the schedules,
+    "constant" is what `Speculation.adapts` reads, and the others stand for lengths that follow what pays, which a
+    warning says once."""
     given = model.generation_config
     schedule = given.num_assistant_tokens_schedule
     if schedule not in (None, *SCHEDULES):
@@ -79,10 +82,23 @@ def draft_settings(model, max_tokens: int = 20) -> tuple[int, float]:
                 f"by looking back here. Leave it out ({usual} is allowed)"
             )
     tokens, threshold = given.num_assistant_tokens, given.assistant_confidence_threshold
-    tokens = max_tokens if tokens is None else int(tokens)
-    if tokens < 1:
-        raise ValueError(f"num_assistant_tokens={tokens} in the assistant's generation_config: expected at least 1")
-    return tokens, default_of(given, "assistant_confidence_threshold") if threshold is None else threshold
+    tokens = max_tokens if tokens is None else tokens
+    threshold = default_of(given, "assistant_confidence_threshold") if threshold is None else threshold
+    # transformers' schedules leave whole floats
+    if not _is_number(tokens) or tokens < 1 or tokens == float("inf") or int(tokens) != tokens:
+        raise ValueError(
+            f"num_assistant_tokens={tokens!r} in the assistant's generation_config: expected an integer of at least 1"
+        )
+    if not _is_number(threshold) or threshold < 0:
+        raise ValueError(
+            f"assistant_confidence_threshold={threshold!r} in the assistant's generation_config: expected a number of "
+            "at least 0"
+        )
+    return int(tokens), threshold
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and value == value
 
 
 def first_difference(target, assistant) -> str | None:

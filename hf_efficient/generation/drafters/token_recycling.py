@@ -42,8 +42,8 @@ class TokenRecycling(Drafter):
                 raise ValueError(f"{name}={value!r} (of TokenRecycling): expected an integer of at least 1")
         self.candidates, self.max_tokens = candidates, max_tokens
         self.table: torch.Tensor | None = None  # and a last row for token -1 (unknown), whose candidates are -1
-        first = torch.tensor([_ACCURACIES[min(rank, len(_ACCURACIES) - 1)] for rank in range(candidates)])
-        self.right = (first * _PRIOR_TOKENS).repeat(max_tokens, 1)
+        first = [_ACCURACIES[min(rank, len(_ACCURACIES) - 1)] for rank in range(candidates)]
+        self.right = (torch.tensor(first, dtype=torch.float32) * _PRIOR_TOKENS).repeat(max_tokens, 1)
         self.trials = torch.full_like(self.right, _PRIOR_TOKENS)
 
     @property
@@ -89,7 +89,7 @@ class TokenRecycling(Drafter):
         parents, depths, ranks, confidence = zip(*nodes[1:])
         device = rates.device
         self.parents, self.depths, self.ranks = (torch.tensor(x, device=device) for x in (parents, depths, ranks))
-        self.confidence = torch.tensor(confidence, device=device)
+        self.confidence = torch.tensor(confidence, dtype=torch.float32, device=device)
         self.levels = [
             torch.tensor([node for node, at in enumerate(depths) if at == depth], device=device)
             for depth in range(1, max(depths) + 1)

@@ -3,7 +3,7 @@
 import importlib
 from dataclasses import dataclass
 
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from hf_efficient.generation.drafters.base import Drafter
 from hf_efficient.generation.drafters.prompt_lookup import PromptLookup
@@ -30,7 +30,7 @@ class Speculation:
 
     def __post_init__(self):
         for name, allowed, text in (
-            ("draft", (PreTrainedModel, Drafter), "a transformers model or a Drafter"),
+            ("draft", (GenerationMixin, Drafter), "a transformers model that can generate, or a Drafter"),
             ("acceptance", (TypicalAcceptance, type(None)), "a TypicalAcceptance or None"),
             ("adaptive", bool, "True or False"),
         ):
