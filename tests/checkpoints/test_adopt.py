@@ -4,6 +4,7 @@ import foreign_layouts
 import pytest
 import torch
 from helpers import assert_close, tiny_model
+from safetensors.torch import load_file, save_file
 from saved_models import logits
 from transformers import AutoModelForCausalLM
 
@@ -103,6 +104,19 @@ def test_marlin24(tmp_path):
     assert model.config.quantization_config.weights.scale_dtype == "float16"
     for name, weight in weights.items():
         assert torch.equal(model.get_submodule(name).dequantized(dtype=WIDE), weight)
+
+
+def test_gptq_whose_patterns_set_groups_that_do_not_divide_the_inputs(tmp_path):
+    model = tiny_model("llama", num_hidden_layers=1)
+    weights = foreign_layouts.write(tmp_path, model, foreign_layouts.gptq, HALF, size=48)
+    tensors = {k: t for k, t in load_file(tmp_path / "model.safetensors").items() if not k.endswith("g_idx")}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": True}
+    patterns = {"-:.*lm_head": {}, r"+:.*\.layers\.0\.": {"bits": 4, "group_size": 48, "desc_act": False}}
+    foreign_layouts.rewrite_config(tmp_path, quantization_config={**config, "dynamic": patterns})
+    model = load(tmp_path)
+    for name, weight in weights.items():
+        assert torch.equal(model.get_submodule(name).dequantized(dtype=HALF), weight)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

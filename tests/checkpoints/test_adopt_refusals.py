@@ -84,7 +84,25 @@ CONFIGS = {
     "gptq": (layouts.gptq, dict(checkpoint_format="marlin"), "checkpoint_format='marlin' is not read"),
     "gptq bits": (layouts.gptq, dict(bits=8), "expected .*bits=8"),
     "gptq group": (layouts.gptq, dict(group_size=-7), "groups of -7"),
+    "gptq left": (
+        layouts.gptq,
+        dict(dynamic={r"-:.*up_proj": {}}),
+        r"up_proj\.qweight is there, but dynamic .* leaves",
+    ),
+    "gptq own bits": (layouts.gptq, dict(dynamic={r"+:.*\.up_proj": {"bits": 8}}), r"up_proj\.qweight .*bits=8"),
+    "gptq dynamic": (
+        layouts.gptq,
+        dict(dynamic={"up": {"group_size": "a"}}),
+        r"dynamic\['up'\]\.group_size='a' is not",
+    ),
     "awq": (layouts.awq, dict(version="gemv"), "version='gemv' is not read"),
+    "awq twice": (layouts.awq, dict(format="gemv"), "format='gemv' is not read"),
+    "awq bits": (layouts.awq, dict(w_bit=8), "w_bit=8 is not read"),
+    "packed rotated": (
+        layouts.packed,
+        dict(transform_config={"config_groups": {"u": {"type": "hadamard", "apply": [{"location": "input"}]}}}),
+        r"transform_config\.config_groups\.u\.apply\.location='input' is not read",
+    ),
 }
 
 
@@ -95,6 +113,48 @@ def test_configs_that_do_not_fit_are_refused(name, tmp_path, computes_nothing):
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     layouts.rewrite_config(tmp_path, quantization_config={**config, **changes})
     with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+UNREAD = {  # tensors beside those of a weight: layout, part, what it is, what is said of it
+    "bias": (
+        layouts.gptq,
+        "bias",
+        torch.ones(96),
+        "is F32 .*, which hf_efficient does not read.* in this model, no bias",
+    ),
+    "factors": (layouts.awq, "pre_quant_scale", torch.ones(64), "is F32 .*, which hf_efficient does not read"),
+    "rotation": (layouts.packed, "u_input.weight", torch.ones(64, 64), "is F32 .*, which hf_efficient does not read"),
+    "zero points": (layouts.fp4, "weight_zero_point", torch.ones(96, 4), "is there, but .* nvfp4-pack-quantized"),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_tensors_of_a_weight_that_are_not_read_are_refused(name, tmp_path, computes_nothing):
+    layout, part, tensor, message = UNREAD[name]
+    write(tmp_path, layout)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"model.layers.0.mlp.up_proj.{part}"] = tensor
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"model\.layers\.0\.mlp\.up_proj\.{re.escape(part)} {message}"):
+        load(tmp_path)
+
+
+def test_biases_of_zeros_are_no_weights(tmp_path):
+    write(tmp_path, layouts.gptq)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.bias"] = torch.zeros(96)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert load(tmp_path).get_submodule("model.layers.0.mlp.up_proj").bias is None
+
+
+def test_factors_of_an_activation_are_refused(tmp_path, computes_nothing):
+    """AutoAWQ divides what some activation functions give."""
+    layouts.write(tmp_path, tiny_model("llama", num_hidden_layers=1), layouts.awq, torch.float16)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.mlp.act_fn.scales"] = torch.ones(96)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"mlp\.act_fn\.scales belongs to a quantized weight, but .*act_fn is a SiLU"):
         load(tmp_path)
 
 

@@ -17,11 +17,13 @@ class AWQ(Foreign):
 
     def __init__(self, saved):
         super().__init__(saved)
-        one_of("version", text(saved.get("version") or saved.get("format") or "gemm").lower(), ("gemm",))
+        for field in ("version", "format", "checkpoint_format"):
+            one_of(field, text(saved.get(field) or "gemm").lower(), ("gemm",))
         one_of("zero_point", saved.get("zero_point", True), (True,))
         for field in ("group_size", "q_group_size"):
             typed(field, saved.get(field), (int, type(None)), "an integer or null")
-        one_of("bits", saved.get("bits", saved.get("w_bit", 4)), (4,))
+        for field in ("bits", "w_bit"):
+            one_of(field, saved.get(field, 4), (4,))
 
     def scheme(self, stored, out_features, in_features, dtype):
         words = out_features // 8

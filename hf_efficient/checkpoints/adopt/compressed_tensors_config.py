@@ -1,6 +1,6 @@
 """The `config_groups` of a compressed-tensors checkpoint, checked field by field before anything is read from them."""
 
-from hf_efficient.checkpoints.adopt.foreign import text, typed
+from hf_efficient.checkpoints.adopt.foreign import one_of, text, typed
 
 
 _NULL = type(None)
@@ -37,7 +37,22 @@ def quantized_groups(saved: dict) -> list[dict]:
                         f"{where}.{side}.{field}", value if isinstance(value, kinds) else _plain(value), kinds, allowed
                     )
         typed(f"{where}.format", _plain(group.get("format")), (str, _NULL), "a string or null")
+    _refuse_rotated_inputs(saved)
     return [group for group in groups.values() if group.get("weights")]
+
+
+def _refuse_rotated_inputs(saved: dict) -> None:
+    """Raises ValueError where `transform_config` has inputs or outputs multiplied by a matrix in each forward. Those of
+    weights alone are in the stored weights."""
+    kinds, allowed = (dict, _NULL), "an object or null"
+    config = typed("transform_config", saved.get("transform_config"), kinds, allowed) or {}
+    schemes = typed("transform_config.config_groups", config.get("config_groups"), kinds, allowed) or {}
+    for name, scheme in schemes.items():
+        where = f"transform_config.config_groups.{name}"
+        applied = typed(where, scheme, (dict,), "an object with apply").get("apply")
+        for each in typed(f"{where}.apply", applied, (list, tuple, _NULL), "a list of objects or null") or ():
+            place = typed(f"{where}.apply", each, (dict,), "a list of objects or null").get("location")
+            one_of(f"{where}.apply.location", text(place), ("weight_input", "weight_output"))
 
 
 def _plain(value):

@@ -24,6 +24,9 @@ def scheme(stored, weights: dict, layout: str, out_features: int, in_features: i
     one_of("weights.num_bits", weights.get("num_bits", 8), (4,))
     one_of("weights.symmetric", weights.get("symmetric", True), (True,))
     one_of("weights.group_size", weights.get("group_size"), (block,))
+    for part in ("weight", "weight_zero_point", "weight_g_idx", "input_scale", "input_zero_point"):
+        if part in stored:
+            raise ValueError(f"{stored.places[part].key} is there, but the quantization_config says {layout}")
     stored.expect("weight_packed", ["U8"], (out_features, -(-in_features // 2)))
     stored.expect("weight_scale", _SCALES[codebook], (out_features, -(-in_features // block)))
     if codebook == "nvfp4":

@@ -11,11 +11,13 @@ class Foreign:
     Attributes:
         parts: names of the tensors that stand for a weight, after the module's name and a dot.
         unchanged: names of further tensors of such a module, which are loaded as they are.
+        unread: names of those that say nothing of its weight.
         config: which config of ours describes it.
     """
 
     parts: tuple[str, ...]
     unchanged: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
     config: str = "WeightOnlyConfig"
 
     def __init__(self, saved: dict):

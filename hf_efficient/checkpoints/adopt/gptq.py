@@ -6,6 +6,7 @@ import torch
 
 from hf_efficient.checkpoints.adopt.foreign import Foreign, as_grid, one_of, scale_dtype, stream_bytes, typed
 from hf_efficient.checkpoints.adopt.stored import SCALE_DTYPES
+from hf_efficient.checkpoints.adopt.target_patterns import TargetPatterns
 from hf_efficient.kernels.linear.codes import BITS, pack_codes, unpack_codes
 
 
@@ -15,23 +16,38 @@ class GPTQ(Foreign):
     def __init__(self, saved):
         super().__init__(saved)
         layout = saved.get("checkpoint_format") or saved.get("format") or "gptq"
-        typed("group_size", saved.get("group_size"), (int, type(None)), "an integer or null")
-        typed("dynamic", saved.get("dynamic"), (dict, type(None)), "an object or null")
-        typed("desc_act", saved.get("desc_act", False), (bool,), "true or false")
+        self.dynamic = typed("dynamic", saved.get("dynamic"), (dict, type(None)), "an object or null") or {}
+        self._patterns = TargetPatterns("dynamic")
+        for where, fields in (("", saved), *((f"dynamic[{pattern!r}].", own) for pattern, own in self.dynamic.items())):
+            typed(where[:-1], fields, (dict,), "an object")
+            typed(f"{where}group_size", fields.get("group_size"), (int, type(None)), "an integer or null")
+            typed(f"{where}desc_act", fields.get("desc_act", False), (bool,), "true or false")
         self.less_one = one_of("checkpoint_format", layout, ("gptq", "gptq_v2")) == "gptq"
+
+    def _settings(self, key: str) -> dict:
+        """The config of the module whose `qweight` is called `key`: of the patterns of `dynamic` the first one that
+        matches counts. One with "-:" leaves a module as it is."""
+        name = key.removesuffix(".qweight")
+        for pattern, own in self.dynamic.items():
+            if self._patterns.matches(pattern.removeprefix("-:").removeprefix("+:"), name):
+                if pattern.startswith("-:"):
+                    raise ValueError(f"{key} is there, but dynamic of the quantization_config leaves it: {pattern!r}")
+                return {**self.saved, **own}
+        return self.saved
 
     def scheme(self, stored, out_features, in_features, dtype):
         words = stored.expect("qweight", ["I32"], (None, out_features)).shape[0]
         bits, rest = divmod(words * 32, in_features)
-        if rest or bits not in BITS or (not self.saved.get("dynamic") and bits != self.saved.get("bits", bits)):
-            place, asked = stored.places["qweight"], self.saved.get("bits")
+        place = stored.places["qweight"]
+        own = self._settings(place.key)
+        if rest or bits not in BITS or bits != own.get("bits", bits):
+            asked = own.get("bits")
             raise ValueError(
                 f"{place.key} is I32 {place.shape}, expected [{in_features} * bits / 32, {out_features}] with "
                 f"bits={asked}, one of {BITS}"
             )
         groups = stored.expect("scales", SCALE_DTYPES, (None, out_features)).shape[0]
-        size = self.saved.get("group_size", -1)
-        size = -(-in_features // groups) if self.saved.get("dynamic") and groups else size
+        size = own.get("group_size", -1)
         size = in_features if size in (None, -1) else size
         if size <= 0 or groups != -(-in_features // size):
             raise ValueError(
@@ -44,7 +60,7 @@ class GPTQ(Foreign):
             stored.expect("g_idx", ["I32", "I64"], (in_features,))
             order = group_order(stored.read("g_idx"), size, stored.places["g_idx"].key)
             scheme["input_order"] = order is not None
-        elif self.saved.get("desc_act"):
+        elif own.get("desc_act"):
             raise ValueError(f"the checkpoint has no {stored.name}.g_idx, expected one since desc_act is true")
         return {**scheme, "scale_dtype": scale_dtype(stored, "scales", dtype)}
 

@@ -17,6 +17,10 @@ META = ("nbits", "group_size", "shape", "axis", "view_as_float", "quant_scale", 
 
 class HQQ(Foreign):
     parts = ("W_q", "scale", "zero", *META)
+    unread = (
+        *("packing", "unpack_view_dtype", "compute_dtype", "encoded_state_dict", "stores_quant_config"),
+        *("channel_wise", "optimize", "round_zero", "offload_meta"),
+    )
 
     def scheme(self, stored, out_features, in_features, dtype):
         for part in set(META) & set(stored.places):

@@ -47,8 +47,8 @@ def stored_weights(files, model, foreign, fused, conversions) -> dict[str, Store
     model's own.
 
     Raises:
-        ValueError: as `read_headers` and `check_ordinary`, or a module has some of the parts of a weight, which make
-            none.
+        ValueError: as `read_headers` and `check_ordinary`; a module has some of the parts of a weight, which make none;
+            or a tensor that belongs to it is not read.
     """
     places, metadata = read_headers(files)
     linears = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
@@ -56,7 +56,8 @@ def stored_weights(files, model, foreign, fused, conversions) -> dict[str, Store
     tensors = {*foreign.parts, *foreign.unchanged, "weight"}
     known = {f"{name}.{part}": (name, part) for name in (*linears, *experts) for part in tensors}
     ours = set(possible_names(model))
-    found = by_model_name(places, model, conversions, {**dict.fromkeys(ours), **known})
+    others = {f"{name}.{part}": name for name, _ in model.named_modules() for part in foreign.parts}
+    found = by_model_name(places, model, conversions, {**dict.fromkeys(ours), **others, **known})
     if stray := sorted(ours & set(found) - set(known)):  # it would be loaded in the place of what is made of the parts
         raise ValueError(f"{found[stray[0]].key} is no tensor of this format, expected {list(foreign.parts)}")
     stored = {}
@@ -64,7 +65,11 @@ def stored_weights(files, model, foreign, fused, conversions) -> dict[str, Store
         if full in known:
             name, part = known[full]
             stored.setdefault(name, StoredWeight(name, metadata=metadata[place.file])).places[part] = place
+    for full in sorted(set(found) & set(others) - set(known) - set(model.state_dict())):
+        kind = type(model.get_submodule(others[full])).__name__
+        raise ValueError(f"{found[full].key} belongs to a quantized weight, but {others[full]} is a {kind}")
     held = {name: weight for name, weight in stored.items() if foreign.holds(weight)}
+    _check_unread(places, held, foreign, model)
     for name in sorted(set(stored) - set(held)):
         _check_dense(stored[name], foreign)
     if held:
@@ -86,4 +91,30 @@ def _check_dense(weight: StoredWeight, foreign) -> None:
         raise ValueError(
             f"{weight.places[stray[0]].key} belongs to a quantized weight, but {weight.name} has {missing} and not "
             f"all of {list(foreign.parts)[:4]}"
+        )
+
+
+def _check_unread(places: dict[str, Place], held: dict[str, StoredWeight], foreign, model) -> None:
+    """Raises ValueError where one of `places` belongs to a module of `held` and is read by nothing: neither a part, nor
+    a parameter of the module, nor a bias of zeros, which some libraries write for every layer."""
+    owners = {
+        place.key.removesuffix(f".{part}"): weight
+        for weight in held.values()
+        for part, place in weight.places.items()
+        if place.key.endswith(f".{part}")
+    }
+    modules, read = dict(model.named_modules()), {*foreign.parts, *foreign.unchanged, *foreign.unread}
+    for key, place in places.items():
+        owner, _, part = key.rpartition(".")
+        while owner and owner not in owners:
+            owner, _, name = owner.rpartition(".")
+            part = f"{name}.{part}"
+        if not owner or part in read:
+            continue
+        module = modules.get(owners[owner].name)
+        if getattr(module, part, None) is not None or (part == "bias" and not place.read().any()):
+            continue
+        raise ValueError(
+            f"{key} is {place.dtype} {place.shape}, which hf_efficient does not read: expected of a quantized weight "
+            f"are {list(foreign.parts)[:4]}" + (" and, in this model, no bias" if part == "bias" else "")
         )
