@@ -30,8 +30,8 @@ class BatchedIOs(ContinuousBatchingIOs):
 
     Attributes:
         pages: None where transformers' own path is taken for good.
-        batch: (requests, of how many last tokens of each the logits are wanted) of the batch that was prepared; None
-            where transformers' own path runs it.
+        batch: (requests, of how many last tokens of each the logits are wanted) of the batch that was prepared, those
+            with new tokens; None where transformers' own path runs it.
         drafts: what proposes tokens to verify besides; None where nothing does.
         has_budget: whether a step may take so many milliseconds only while sequences decode.
         forward_seconds: of the forwards of this package, by tokens computed.
@@ -80,8 +80,12 @@ class BatchedIOs(ContinuousBatchingIOs):
             return super().prepare_batch_tensors(
                 requests_in_batch, logits_processors, use_decode_fast_path, num_q_tokens, max_kv_read, use_padding
             )
+        # one that shall be forked keeps the last token of its prompt for later, which may be all that is left of it
+        requests_in_batch = [future for future in requests_in_batch if future.query_length]
         tables_of_groups = [allocator.block_table for allocator in self.cache.cache_allocators.values()]
-        drafts = self._propose(requests_in_batch, num_q_tokens) if self.drafts is not None else repeat([])
+        drafts = repeat([])
+        if self.drafts is not None and requests_in_batch:
+            drafts = self._propose(requests_in_batch, num_q_tokens)
         requests, wanted = [], []
         for future, own in zip(requests_in_batch, drafts):
             state = future.state
@@ -96,9 +100,10 @@ class BatchedIOs(ContinuousBatchingIOs):
         self.batch, self.requests_in_batch = (requests, wanted), list(requests_in_batch)
         self.num_request_in_batch, self.num_q_tokens = len(requests), num_q_tokens
         self.use_block_table, self.max_kv_read = False, 0
-        logits_processors.prepare_tensor_args(
-            requests_in_batch=requests_in_batch, arg_storage=self._bulk_input_tensor[self.static_inputs :]
-        )
+        if requests:
+            logits_processors.prepare_tensor_args(
+                requests_in_batch=requests_in_batch, arg_storage=self._bulk_input_tensor[self.static_inputs :]
+            )
 
     def get_model_kwargs(self, use_padding: bool = False):
         """As transformers'; nothing for a batch of ours."""
@@ -210,7 +215,7 @@ class BatchedIOs(ContinuousBatchingIOs):
         return count
 
     def _learn(self, accepted: list[int]) -> None:
-        if self.drafts is not None and self.batch is not None:
+        if self.drafts is not None and self.batch is not None and self.batch[0]:
             proposed = [len(own) for _, own in self._proposed]
             tokens = sum(len(request.tokens) for request in self.batch[0])
             self.drafts.learn(self._growing, proposed, accepted, tokens)
@@ -230,6 +235,8 @@ class BatchedRunner(ModelRunner):
             super().compute_batch(model, batch_data)
             if getattr(ios, "has_budget", False):  # on a CPU
                 ios.forward_seconds.add(padded(ios.num_q_tokens), perf_counter() - start)
+            return
+        if not ios.batch[0]:
             return
         is_first, self._forwards = self._forwards is None, self._forwards or PageForwards(ios.pages)
         growing = [bool(future.state.generated_tokens) for future in ios.requests_in_batch]

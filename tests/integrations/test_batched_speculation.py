@@ -63,6 +63,16 @@ def test_tokens_are_those_of_each_request_alone(name, drafted):
     assert drafted["accepted"] > 0.8 * drafted["proposed"] > 0
 
 
+@pytest.mark.parametrize("drafts", [{}, {"prompt_lookup_num_tokens": 2}])
+def test_several_answers_to_one_token(drafts, drafted):
+    """All that is left of a prompt waits for its pages to be copied: nothing of it is computed in that step."""
+    model, prompts = tiny_model("llama"), [[1], [7], [9, 5]]
+    several = dict(num_return_sequences=2, do_sample=True, top_k=1)
+    expected = one_by_one(model, prompts)
+    assert tokens_of(model, prompts, several, **drafts) == [answer for answer in expected for _ in range(2)]
+    assert tokens_of(model, prompts[:1], several, **drafts) == expected[:1] * 2
+
+
 def test_wrong_drafts_cost_no_token(drafted):
     model, other = tiny_model("llama"), tiny_model("llama", seed=1, attn_implementation="flash_paged")
     assert tokens_of(model, assistant_model=other) == one_by_one(model)
