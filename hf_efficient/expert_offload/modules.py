@@ -43,11 +43,11 @@ class OffloadedExperts:
 
         def run(hidden_states, top_k_index, top_k_weights):
             self._prefetch_next(hidden_states)
-            residents = _RESIDENTS[self]
-            if names := self._offloaded_names:
-                residents.read_from({name: self._parameters[name] for name in names})
-            order = residents.begin(top_k_index.unique().tolist())
-            return self._offloaded(residents, order, adapters, hidden_states, top_k_index, top_k_weights)
+            with (residents := _RESIDENTS[self]).lock:
+                if names := self._offloaded_names:
+                    residents.read_from({name: self._parameters[name] for name in names})
+                order = residents.begin(top_k_index.unique().tolist())
+                return self._offloaded(residents, order, adapters, hidden_states, top_k_index, top_k_weights)
 
         return as_one_step(run, hidden_states, top_k_index, top_k_weights)
 

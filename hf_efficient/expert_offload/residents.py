@@ -1,5 +1,6 @@
 """Which experts of one layer are on the device."""
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,7 +25,8 @@ class Counts:
 
 
 class Residents:
-    """The experts of one layer that are on the device.
+    """The experts of one layer that are on the device. A forward holds `lock` from `begin` to its last `get`: another
+    thread's would write over what it reads.
 
     Args:
         homes: the tensors of each expert, on the host or mapped from a file.
@@ -47,6 +49,7 @@ class Residents:
         self.homes, self.most, self.policy, self.copier, self.counts = homes, most, policy, copier, counts
         self.nbytes = sum(tensor.nbytes for tensor in homes[0].values())  # of an expert
         self.make, self.frees, self._dtype, self._versions = make, frees, None, None
+        self.lock = threading.RLock()
         self._coming: dict[int, Arrival] = {}
         self.clear()
 
@@ -98,10 +101,11 @@ class Residents:
         """Begins to bring experts that the next forward of the layer will probably read, the most needed ones first, as
         many as can stay."""
         wanted = set(experts[: self.most])
-        for expert in sorted(wanted.difference(self._held)):
-            if self._bring(expert, wanted, ahead=True):
-                self._ahead.add(expert)
-                self.counts.prefetched += 1
+        with self.lock:
+            for expert in sorted(wanted.difference(self._held)):
+                if self._bring(expert, wanted, ahead=True):
+                    self._ahead.add(expert)
+                    self.counts.prefetched += 1
 
     def get(self, expert: int) -> object:
         """What the forward reads of an expert, on the device."""

@@ -1,6 +1,8 @@
 """Mixtures whose experts are not all on the device: the same bits as with all of them, and what moved."""
 
 import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -144,6 +146,20 @@ def test_which_experts_stay():
     assert set(ahead._held) == {4, 5} and ahead.get(5)["weight"].tolist() == [5] * 3
     ahead.begin([5])
     assert (ahead.counts.hits, ahead.counts.prefetched, ahead.counts.prefetched_used) == (1, 2, 1)
+
+
+@pytest.mark.parametrize("policy", ["lru", "predicted"])
+def test_forwards_of_two_threads(policy, monkeypatch):
+    """They take turns in a layer: none writes over the experts that another one reads."""
+    model, rows = tiny_model("qwen3_moe", torch.bfloat16, num_experts=8), torch.arange(3, 27).view(2, 1, 12)
+    logits = torch.no_grad()(lambda ids: model(ids).logits)
+    expected = [logits(ids) for ids in rows]
+    ExpertOffload(2 * expert_bytes(model), policy).attach(model)
+    get = Residents.get
+    monkeypatch.setattr(Residents, "get", lambda *args: time.sleep(1e-3) or get(*args))  # time for the other thread
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(logits, [*rows] * 4))
+    assert all(map(torch.equal, found, expected * 4))
 
 
 @pytest.mark.parametrize(
