@@ -53,10 +53,20 @@ class SpeculativeLoop:
         self._since = perf_counter()
         self._drafter_has_begun = False
         self._growing = sequences.batch_size  # sequences that have not ended
+        self._settled = [0] * sequences.batch_size  # generated tokens in the target's cache when the last step ended
         self._streamed = 0  # generated tokens of each sequence that the streamer has
 
     def run(self, logits: torch.Tensor) -> None:
-        """logits: float [rows, vocabulary], after the prompts."""
+        """logits: float [rows, vocabulary], after the prompts. The caller's cache holds no draft afterwards, even where
+        code of the caller's raises."""
+        try:
+            self._run(logits)
+        except BaseException:
+            if self.keep_finished:
+                self.target.rewind(self._settled)
+            raise
+
+    def _run(self, logits: torch.Tensor) -> None:
         sequences, drafter, target, policy = self.sequences, self.drafter, self.target, self.draft_length
         prompt_hidden = target.hidden
         if self._step(logits[:, None].to(sequences.device), None):
@@ -250,7 +260,8 @@ class SpeculativeLoop:
             if self._drafter_has_begun and self.statistics.steps:
                 self.drafter.select(going)
         unread = 0 if following is not None and going else 1  # newest tokens that no forward has read
-        target.rewind([total - unread for total in self._generated()])
+        self._settled = [total - unread for total in self._generated()]
+        target.rewind(self._settled)
         self._spend("host")
         return bool(going)
 

@@ -1,6 +1,6 @@
 """The token ids of a batch whose sequences grow at their own pace, with the logits processors and stopping criteria."""
 
-from itertools import groupby
+from itertools import chain, groupby
 
 import numpy as np
 import torch
@@ -391,3 +391,5 @@ class Sequences:
                     self._stop(b, end)
                     if self.end_one_by_one:
                         kept[row] = position + 1
+                        for step in chain(*((x or ())[end - self.prompt_length :] for x in (self.scores, self.logits))):
+                            step[b] = 0

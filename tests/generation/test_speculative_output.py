@@ -11,6 +11,7 @@ from transformers import StoppingCriteriaList
 
 from hf_efficient import PagedCache, PromptLookup, enable_speculation, speculative_generate
 from hf_efficient.generation import model_state
+from hf_efficient.generation.drafters.assistant import AssistantDrafter
 from hf_efficient.generation.output import SpeculativeOutput
 from hf_efficient.kernels.replay.recorder import interpreter
 
@@ -32,6 +33,18 @@ def test_scores_and_logits_are_those_of_plain_generation(llama):
             # the same float32 sums in another order: logits here reach 10
             torch.testing.assert_close(a[live], b[live], rtol=1e-4, atol=1e-4)
             assert (a[~live] == 0).all()
+
+
+def test_scores_behind_the_end_of_a_sequence(llama):
+    """A criterion ends one in the middle of its accepted drafts."""
+    target, _, batch, _ = llama
+    criteria = StoppingCriteriaList([lambda ids, scores: torch.tensor([13, 99, 99]) <= ids.shape[1]])
+    options = dict(**batch, **GREEDY, eos_token_id=2, stopping_criteria=criteria, pad_token_id=0)
+    options.update(return_dict_in_generate=True, output_scores=True, output_logits=True)
+    output = target.generate(**options, assistant_model=drafting(target))
+    for collected in (output.scores, output.logits):
+        assert [bool(step[0].any()) for step in collected] == [True] * 2 + [False] * (NEW - 2)
+        assert all(step[1:].any(1).all() for step in collected)
 
 
 def test_statistics_are_the_counts_they_are_named_for(llama, monkeypatch):
@@ -172,6 +185,42 @@ def test_a_streamer_is_never_left_hanging(llama):
 
 
 # --- caches ---
+
+
+class Cancelled(Exception):
+    pass
+
+
+class Cancels(Recorder):
+    def put(self, value):
+        super().put(value)
+        if len(self.values) > 3:
+            raise Cancelled
+
+
+def cancels(ids, scores):
+    if ids.shape[1] > 12:
+        raise Cancelled
+    return torch.zeros(len(ids), dtype=torch.bool) if scores is None else scores
+
+
+@pytest.mark.parametrize("code", ["streamer", "processor", "criterion"])
+@pytest.mark.parametrize("tree", [None, 9])
+def test_a_cache_holds_no_drafts_after_an_exception(code, tree, llama):
+    """So that a conversation goes on after its answer was cancelled."""
+    target, draft, batch, _ = llama
+    ids, cache = batch["input_ids"][1:2], PagedCache(target.config)
+    options = {
+        "streamer": dict(streamer=Cancels()),
+        "processor": dict(logits_processor=[cancels]),
+        "criterion": dict(stopping_criteria=[cancels]),
+    }[code]
+    drafter = fixed(AssistantDrafter(draft, tree=tree))
+    with pytest.raises(Cancelled):
+        target.generate(ids, past_key_values=cache, assistant_model=drafter, **GREEDY, **options)
+    expected = target.generate(ids, **GREEDY)
+    kept = max(cache.cache_seqlens[0] + 1, ids.shape[1])
+    assert torch.equal(target.generate(expected[:, :kept], past_key_values=cache, max_length=25), expected)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flash_paged"])

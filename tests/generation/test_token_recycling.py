@@ -175,3 +175,12 @@ def test_another_default_dtype(dtype):
             assert torch.equal(model.generate(**batch, **GREEDY, assistant_model=fixed(TokenRecycling())), plain)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_inference_mode_and_calls_outside_it():
+    model, _, (batch, _), (plain, _) = models("llama")
+    with torch.inference_mode():
+        drafter = fixed(TokenRecycling())
+    for inside in (True, False):
+        with torch.inference_mode(inside):
+            assert torch.equal(model.generate(**batch, **GREEDY, assistant_model=drafter), plain)

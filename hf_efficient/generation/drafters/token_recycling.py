@@ -36,6 +36,7 @@ class TokenRecycling(Drafter):
     reads_logits = True
     computes = False
 
+    @torch.inference_mode(False)  # its tensors are written to in later calls, too
     def __init__(self, candidates: int = 8, max_tokens: int = 6):
         for name, value in (("candidates", candidates), ("max_tokens", max_tokens)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -50,6 +51,7 @@ class TokenRecycling(Drafter):
     def remembered_by(self):
         return TokenRecycling  # a new one pays as little as the one before it
 
+    @torch.inference_mode(False)
     def check(self, model) -> None:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         if self.table is None:
@@ -62,6 +64,7 @@ class TokenRecycling(Drafter):
                 f"{type(model).__name__} has {vocabulary}: make a new one for each model"
             )
 
+    @torch.inference_mode(False)
     def begin(self, sequences: Sequences, hidden=None) -> None:
         self.sequences, device = sequences, sequences.device
         self.table, self.right, self.trials = (x.to(device) for x in (self.table, self.right, self.trials))
