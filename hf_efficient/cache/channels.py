@@ -1,4 +1,4 @@
-"""What a paged cache is sent through: a connection of `multiprocessing`, or a process of `torch.distributed`."""
+"""The channels that send a paged cache: a connection of `multiprocessing`, or a process of `torch.distributed`."""
 
 import json
 from multiprocessing import ProcessError

@@ -1,4 +1,4 @@
-"""The keys and values of cross attention: what a decoder sees of its encoder's output, stored once a source."""
+"""The keys and values of cross attention, computed from the encoder's output and stored once per source."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

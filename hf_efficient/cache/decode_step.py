@@ -1,4 +1,4 @@
-"""`decode_step` and what else a `PagedCache` offers to decoding loops other than that of transformers."""
+"""`decode_step` and the other methods of a `PagedCache` for decoding loops other than transformers' own."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""How a `PagedCache` gets into a file and into another process."""
+"""`save`, `load`, `send` and `receive` of a `PagedCache`: to a file, and to another process."""
 
 import os
 from multiprocessing.connection import Connection

@@ -1,4 +1,4 @@
-"""How attention finds the pages: `update` marks the new keys with a `PageHandle`, which attends over them."""
+"""How attention finds the pages: `update` attaches a `PageHandle` to the new keys, which attends over the pages."""
 
 import torch
 

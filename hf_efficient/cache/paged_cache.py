@@ -31,8 +31,9 @@ class PagedCache(DecodeStepMixin, MovesMixin, Cache):
     A 2-D mask must agree with what is stored, and is checked. On an accelerator the mask of a forward of one new column
     is not: reading it would wait for the device at every token.
 
-    Layers with a state (Mamba, gated delta nets, short convolutions) hold that beside the pages of the others. They are
-    taken back under speculation alone. Such a cache has no `decode_step`, eviction, prefix cache, offload or file.
+    Layers with a recurrent state (Mamba, gated delta nets, short convolutions) store it beside the pages of the other
+    layers. Only speculation can rewind such layers. The cache then has no `decode_step`, eviction, prefix cache,
+    offload or file.
 
     A decoding loop can compile its decode step once for all lengths, or capture it in a CUDA graph:
 

@@ -1,4 +1,4 @@
-"""The hooks of a model's forward by which a `PrefixCache` sees and cuts it, and what it may cut."""
+"""The forward hooks by which a `PrefixCache` reads and shortens forwards, and the rules for what it may shorten."""
 
 import weakref
 

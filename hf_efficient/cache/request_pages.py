@@ -1,7 +1,7 @@
-"""The pages of many requests, for forwards in which each has another number of new tokens, laid end to end.
+"""The pages of many requests, for forwards that concatenate new tokens of requests with different numbers of them.
 
-Someone else hands out the blocks (transformers' continuous batching does). Here are the tensors that such a forward
-reads, which stay where they lie so that it can be captured, and its attention.
+The caller, such as transformers' continuous batching, allocates the blocks. This file has the attention of such a
+forward and the tensors that it reads. Their addresses do not change, so that the forward can be captured.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The rings of requests whose pages are int4 or int2: what of each request is not quantized (`GroupStore`)."""
+"""The ring buffers of requests whose pages are int4 or int2: their unquantized tokens (see `GroupStore`)."""
 
 from types import SimpleNamespace
 

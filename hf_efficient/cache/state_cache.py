@@ -1,4 +1,4 @@
-"""The cache of a model of which all layers have a recurrent state, such as Mamba: states, and no pages."""
+"""The cache of a model whose layers all have a recurrent state, such as Mamba: states without pages."""
 
 from contextlib import nullcontext
 

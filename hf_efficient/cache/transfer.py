@@ -3,8 +3,8 @@
 Papers: Patel et al., Splitwise (2311.18677); Zhong et al., DistServe (2401.09670): one process reads the prompts, and
 another one writes the answers.
 
-First goes a header, which the receiver checks. Then come the layers, one after the other, when it has agreed. At the
-end it says that it has them.
+The sender sends a header, which the receiver checks. If the receiver accepts it, the layers follow one after the
+other. At the end the receiver confirms that it has them.
 """
 
 from contextlib import contextmanager

@@ -1,5 +1,5 @@
-"""torch's count of the changes of a tensor, by which `ModelKey` and others know changed weights. Fused optimizers do
-not raise it."""
+"""torch's version counters of tensors, by which `ModelKey` and others detect changed weights. Fused optimizers do not
+increase them."""
 
 import torch
 from torch.optim import Optimizer

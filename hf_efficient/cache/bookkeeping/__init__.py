@@ -1,1 +1,1 @@
-"""Which token lies in which block: Python numbers, and the small tensors that kernels see of them."""
+"""Which token is in which block: plain Python, and the small tensors of it that kernels read."""

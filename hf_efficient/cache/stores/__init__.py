@@ -1,1 +1,1 @@
-"""Where the pages of a layer lie, in which format."""
+"""Storage for the pages of a layer: one class per format or place."""

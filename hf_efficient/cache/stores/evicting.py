@@ -1,4 +1,4 @@
-"""The keys and values of a layer that evicts tokens: every key head of every sequence holds tokens of its own."""
+"""The keys and values of a layer that evicts tokens: each key head of each sequence keeps different tokens."""
 
 from collections.abc import Callable
 
