@@ -1,4 +1,4 @@
-"""Tokens on their way from a device to the host, while the device already computes with them."""
+"""Copies of new tokens from the device to the host, made while the device already computes with these tokens."""
 
 import torch
 

@@ -1,8 +1,8 @@
-"""What `RaggedModel` does otherwise for decoders that read an encoder's output: T5, BART, Marian, Whisper.
+"""The `RaggedModel` for decoders that attend to an encoder's output: T5, BART, Marian, Whisper.
 
-Their decoders count positions from the length of the cache, the same for all sequences. Where sequences differ in
-length, or the new tokens are a tree, positions are given to the one module that turns them into numbers: the position
-embedding, or the first self-attention of T5, which computes the bias that all layers add to their scores.
+These decoders derive positions from the length of the cache, the same for all sequences. If sequences differ in length,
+or the new tokens are a tree, the positions are passed to the one module that uses them: the position embedding, or
+the first self-attention of T5, which computes the bias that all layers add to their scores.
 """
 
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What decoding has to know of a model's class and config."""
+"""The properties of a model's class and config on which decoding depends."""
 
 import inspect
 

@@ -1,5 +1,5 @@
-"""The positions of new tokens, and forwards of a `RaggedModel` without padding: drafts of unequal length stand end to
-end in one row."""
+"""The positions of new tokens, and forwards of a `RaggedModel` without padding, which concatenate drafts of unequal
+length into one row."""
 
 import torch
 

@@ -1,4 +1,5 @@
-"""Prompts of which tokens see later ones, as those of an image, and the pages that they fill."""
+"""Prompts whose tokens attend to later ones, as image tokens do: they run over a transformers cache, which fills the
+pages afterwards."""
 
 import torch
 from transformers import DynamicCache

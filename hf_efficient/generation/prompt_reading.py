@@ -1,5 +1,5 @@
-"""How the prompts of a batch are read: in captured forwards; on a CPU also in groups without padding, and in parts
-whose activations stay within a budget."""
+"""Prefill of a batch of prompts: in captured forwards; on a CPU also in groups without padding, and in parts whose
+activations stay within a budget."""
 
 import copy
 from contextlib import nullcontext

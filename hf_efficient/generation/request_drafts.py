@@ -1,4 +1,4 @@
-"""Drafts for the requests of continuous batching, each of which grows at its own pace and leaves when it likes.
+"""Drafts for the requests of continuous batching, each of which grows and ends independently.
 
 The engine verifies drafts in the forward that computes each request's next token, so they can only cost time.
 """

@@ -1,4 +1,4 @@
-"""The token ids of a batch whose sequences grow at their own pace, with the logits processors and stopping criteria."""
+"""The token ids of a batch whose sequences grow independently, with the logits processors and stopping criteria."""
 
 from itertools import chain, groupby
 

@@ -1,4 +1,4 @@
-"""Which `generate()` calls this package's loop takes, and what it answers to the others."""
+"""Decides which `generate()` calls the native loop runs, and which are left to transformers or refused."""
 
 from collections.abc import Callable
 

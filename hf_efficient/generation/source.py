@@ -1,4 +1,4 @@
-"""What the decoder of an encoder-decoder reads besides its own tokens."""
+"""What the decoder of an encoder-decoder model reads besides its own tokens: the encoder's inputs and output."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,8 @@
-"""What `RaggedModel` does otherwise for models of which some layers have a recurrent state (Jamba, LFM2, Qwen3-Next,
-Falcon-H1, Bamba) or all (Mamba).
+"""The `RaggedModel` for models in which some layers (Jamba, LFM2, Qwen3-Next, Falcon-H1, Bamba) or all (Mamba) have a
+recurrent state.
 
-A state says nothing of earlier ones, so these layers read the tokens of a forward one by one and note their state
-before each. All other layers read the tokens at once, and so do the projections of these.
+A state cannot be rewound. So these layers read the tokens of a forward one by one and store their state before each.
+Their projections, and all other layers, read the tokens at once.
 """
 
 from collections.abc import Iterator

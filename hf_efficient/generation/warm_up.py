@@ -1,4 +1,4 @@
-"""`warm_up`: what a model would otherwise compile and capture in the middle of its first generations."""
+"""`warm_up` compiles and captures in advance what a model would compile and capture during its first generations."""
 
 from collections.abc import Sequence
 

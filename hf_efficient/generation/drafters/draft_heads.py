@@ -18,8 +18,9 @@ KINDS = {"medusa": "MedusaHeads", "eagle": "EagleHead"}
 
 
 class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
-    """What `MedusaHeads` and `EagleHead` share. They guess from a part of the target's vocabulary, the `draft_tokens`
-    (Zhao et al. 2025, "FR-Spec"), by the rows of the target's own output head: nothing of the target is stored.
+    """The base class of draft heads such as `MedusaHeads` and `EagleHead`. They guess from a part of the target's
+    vocabulary, the `draft_tokens` (Zhao et al. 2025, "FR-Spec"). They use the target's embeddings and output head, and
+    store neither.
 
     `from_pretrained(folder_or_repo)` loads either kind, `save_pretrained(folder)` writes `draft_heads.json` and
     `draft_heads.safetensors`, `push_to_hub(repo)` publishes them.

@@ -1,4 +1,4 @@
-"""What to draft with and how strict to be: `generate(assistant_model=Speculation(draft, ...))`."""
+"""The drafter and the acceptance rule of a call: `generate(assistant_model=Speculation(draft, ...))`."""
 
 import importlib
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which drafted tokens of many requests one forward verifies: those that give most tokens a second (Liu et al. 2024,
+"""Which drafted tokens of many requests one forward verifies: those that give the highest throughput (Liu et al. 2024,
 "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput")."""
 
 from collections.abc import Callable
