@@ -191,6 +191,8 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
         if self.pre_quantized and self.quantization_config.dequantize:
             weight_conversions.forget(model)
             return
+        if type(self) is EfficientQuantizer and self.pre_quantized and self._files is None:
+            saved_tensors.check_loaded(self.swapped.weights, model)
         if not self.pre_quantized:
             loaded = {n for n, weight in model.named_parameters() if getattr(weight, "_is_hf_initialized", False)}
             missing = sorted(set(self.swapped.weights) - self.arrived - loaded)

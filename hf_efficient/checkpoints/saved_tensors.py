@@ -29,6 +29,7 @@ PARTS = (  # every canonical tensor of any format
     *("activation_scale", "activation_zero_point", "outlier_columns", "outlier_weight"),
     *("input_order", "input_scale", "rotation_signs", "bitmap", "places"),
 )
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ANY_FLOAT = torch.float64  # passed to a format as the dtype of the weight, to tell which tensors follow it
 
 
@@ -89,6 +90,29 @@ def check(files, weights: dict[str, tuple[CompressedWeight, bool]], conversions,
     return {name: found[name].dtype for name in expected}
 
 
+def check_loaded(weights: dict[str, tuple[CompressedWeight, bool]], model) -> None:
+    """Checks the canonical tensors of `weights` in `model`, which were loaded from a state dict and no files.
+
+    Raises:
+        ValueError: the state dict lacked one of them or the weight's placeholder; or one has another dtype, or values
+            that the format does not hold. Names it.
+    """
+    for name, (weight, _) in weights.items():
+        placeholder = model.get_parameter(name)
+        found = {part: model.get_parameter(part_name(name, weight, part)) for part in weight.names()}
+        dtypes = weight.format.dtypes(_ANY_FLOAT)
+        for part, tensor in {"": placeholder, **found}.items():
+            full = part_name(name, weight, part) if part else name
+            if not getattr(tensor, "_is_hf_initialized", False):
+                raise ValueError(f"the state dict has no {full}, which the quantization_config promises")
+            expected = dtypes.get(part, _ANY_FLOAT)
+            if tensor.dtype is not expected and not (expected is _ANY_FLOAT and tensor.dtype in _FLOATS):
+                raise ValueError(f"{full} is {tensor.dtype}, expected {'floats' if expected in _FLOATS else expected}")
+        if not placeholder.is_meta:  # offloaded
+            parts = {part: tensor for part, tensor in found.items() if part != "qweight" or weight.format.checks_codes}
+            _check_parts(name, weight, parts, placeholder.dtype)
+
+
 def possible_names(model) -> list[str]:
     """Full names of all canonical tensors that linear layers, embeddings and experts of `model` might have."""
     names = []
@@ -140,11 +164,16 @@ def _check_values(found: dict[str, Place], weights, model) -> None:
     for name, (weight, _) in weights.items():
         format, dtype = weight.format, model.get_parameter(name).dtype
         parts = [part for part in weight.names() if part != "qweight" or format.checks_codes]
-        tensors = {part: found[part_name(name, weight, part)].read(opened) for part in parts}
-        try:
-            for part, tensor in tensors.items():
-                if format.dtypes(_ANY_FLOAT)[part] is _ANY_FLOAT and not tensor.to(dtype).isfinite().all():
-                    raise ValueError(f"{part} holds values that are not finite in {str(dtype).removeprefix('torch.')}")
-            format.check(tensors, weight.in_features)
-        except ValueError as error:
-            raise ValueError(f"{name.removesuffix('.weight')}: {error}") from None
+        _check_parts(name, weight, {part: found[part_name(name, weight, part)].read(opened) for part in parts}, dtype)
+
+
+def _check_parts(name: str, weight: CompressedWeight, tensors: dict[str, torch.Tensor], dtype) -> None:
+    """Raises ValueError, naming the weight called `name`, where its canonical `tensors` hold values that the format
+    does not, in a model of `dtype`."""
+    try:
+        for part, tensor in tensors.items():
+            if weight.format.dtypes(_ANY_FLOAT)[part] is _ANY_FLOAT and not tensor.to(dtype).isfinite().all():
+                raise ValueError(f"{part} holds values that are not finite in {str(dtype).removeprefix('torch.')}")
+        weight.format.check(tensors, weight.in_features)
+    except ValueError as error:
+        raise ValueError(f"{name.removesuffix('.weight')}: {error}") from None

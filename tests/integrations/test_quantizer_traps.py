@@ -93,6 +93,30 @@ def test_t2_dequantize_reaches_a_saved_checkpoint(saved):
         assert torch.equal(logits(model), logits(expected))
 
 
+@pytest.mark.parametrize(
+    "part, change, message",
+    [
+        ("scale", None, r"the state dict has no model\.layers\.0\.mlp\.up_proj\.scale"),
+        ("scale", lambda t: t * float("nan"), "up_proj: scale holds values that are not finite in float32"),
+        ("qweight", lambda t: t.int(), r"up_proj\.qweight is torch\.int32, expected torch\.uint8"),
+    ],
+)
+def test_a_state_dict_is_checked_as_files_are(part, change, message, saved):
+    tensors, name = load_file(saved / "model.safetensors"), f"model.layers.0.mlp.up_proj.{part}"
+    model = transformers.LlamaForCausalLM.from_pretrained(
+        None, config=AutoConfig.from_pretrained(saved), state_dict=tensors
+    )
+    assert torch.equal(logits(model), logits(load(saved)))
+    if change is None:
+        del tensors[name]
+    else:
+        tensors[name] = change(tensors[name])
+    with pytest.raises(ValueError, match=message):
+        transformers.LlamaForCausalLM.from_pretrained(
+            None, config=AutoConfig.from_pretrained(saved), state_dict=tensors
+        )
+
+
 def _config_asking_to_dequantize(path):
     config = AutoConfig.from_pretrained(path)
     config.quantization_config["dequantize"] = True
