@@ -1,0 +1,1 @@
+"""Adapters to other packages: one file per extension point of transformers, PEFT, accelerate, lm_eval and optimum."""
