@@ -1,5 +1,5 @@
-"""Eviction of the tokens of requests whose pages somebody else hands out: their heads keep other tokens, but equally
-many, so that one block table serves all heads and layers."""
+"""Eviction for requests whose blocks are allocated by the caller. Heads keep different tokens, but equally many, so
+that one block table serves all heads and layers."""
 
 from dataclasses import dataclass, field
 

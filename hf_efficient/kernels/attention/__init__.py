@@ -1,1 +1,1 @@
-"""The attention ops: who computes them on which device, over tensors and over pages."""
+"""The attention ops over tensors and over pages, and their implementations for each device."""

@@ -1,4 +1,4 @@
-"""Captured on a GPU, the rotation of queries and keys and their way into the pages are one kernel."""
+"""In captures on a GPU, the rotary embedding of queries and keys and the write into the pages are one kernel."""
 
 from typing import NamedTuple
 

@@ -1,5 +1,5 @@
-"""Attention over pages by the C++ kernels of `native/pages`, which read full-precision and quantized pages and rings
-where they lie, in one call. `kernels.native.build` says on which CPUs they are compiled."""
+"""Attention over pages by the C++ kernels of `native/pages`, which read full-precision and quantized pages and ring
+buffers in place, in one call. `kernels.native.build` says on which CPUs they are compiled."""
 
 import ctypes
 

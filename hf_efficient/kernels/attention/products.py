@@ -1,8 +1,8 @@
 """The backward pass of causal attention in bfloat16 on a CPU, by matrix products.
 
-torch's own kernel reaches a tenth of the processor's rate there. Here some queries at once make a matrix of scores, and
-oneDNN multiplies. No matrix [S, S] is kept: the scores are computed again (FlashAttention,
-https://arxiv.org/abs/2205.14135, algorithm 4)."""
+torch's own kernel reaches a tenth of the processor's rate there. Here oneDNN computes the scores of some queries at a
+time. No matrix [S, S] is kept: the scores are computed again (FlashAttention, https://arxiv.org/abs/2205.14135,
+algorithm 4)."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Attention of sequences with different numbers of new tokens, laid end to end, over pages on a CPU: one C++ call.
+"""Attention over pages on a CPU, for concatenated sequences with different numbers of new tokens: one C++ call.
 
 Continuous batching runs prompts and single tokens in one forward. Nothing is padded for each sequence, and a replay of
 the call reads lengths, tables and starts from tensors that the host fills before it.

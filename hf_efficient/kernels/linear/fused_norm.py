@@ -1,4 +1,4 @@
-"""Captured on a GPU, the sum with the residual and its RMS norm are one kernel."""
+"""In captures on a GPU, the sum with the residual and its RMS norm are one kernel."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What a device multiplies: the base class of all layouts, and those that need no kernel of ours."""
+"""Device layouts of weights: their base class, and the layouts that need no kernel of this package."""
 
 from collections.abc import Callable
 

@@ -1,5 +1,5 @@
-"""Columns of inputs in another order (GPTQ's activation order), as one instruction of a captured forward. Products that
-read one input in one order share the result."""
+"""Columns of inputs in another order (GPTQ's activation order), as one instruction of a captured forward. Products with
+the same input in the same order share the result."""
 
 import torch
 

@@ -1,8 +1,8 @@
-"""Gives memory and threads back to the system while a model loads: what glibc keeps, and pages of mapped files.
+"""Returns memory to the operating system while a model loads: heap memory that glibc keeps, and pages of mapped files.
 
-glibc keeps the memory of many short-lived buffers: 300 MB after quantizing a model of 270 MB. Pages of a checkpoint
-that a layout was made of count as the process's memory beside it as long as any tensor of the file is in use. Without
-this, the process of a quantized model is larger than that of the original.
+glibc keeps the memory of many short-lived buffers: 300 MB after quantizing a model of 270 MB. Mapped pages of a
+checkpoint, from which a layout was made, count as memory of the process as long as any tensor of the file is in use.
+Without this module, the process of a quantized model is larger than that of the original.
 """
 
 import ctypes

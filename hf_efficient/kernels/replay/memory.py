@@ -1,5 +1,5 @@
-"""Where the intermediate results of a captured forward lie: results that are not needed at the same time share
-memory."""
+"""The memory of the intermediate results of a captured forward: results that are not needed at the same time share
+it."""
 
 from bisect import bisect_right
 

@@ -1,5 +1,5 @@
-"""The table of the torch ops that become instructions of a replay. A kernel family registers its own ops; what is not
-in the table is called as it was."""
+"""The table of the torch ops that become instructions of a replay. A kernel family registers its own ops. Other ops are
+called again by Python."""
 
 from collections.abc import Callable
 
