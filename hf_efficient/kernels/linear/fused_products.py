@@ -1,5 +1,5 @@
-"""Captured on a GPU, products with one input are one kernel: q, k and v; gate, up, SiLU and their product. Inputs that
-are rounded to 8 bits are rounded once, by the norm or the gate that makes them where there is one."""
+"""In captures on a GPU, products with the same input are one kernel: q, k and v; gate, up, SiLU and their product.
+Inputs in 8 bits are rounded once, by the norm or the gate that computes them if there is one."""
 
 from collections import defaultdict
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""Returns memory to the operating system while a model loads: heap memory that glibc keeps, and pages of mapped files.
+"""Returns memory and threads to the operating system while a model loads: the heap that glibc keeps, pages of mapped
+files, and OpenMP threads.
 
 glibc keeps the memory of many short-lived buffers: 300 MB after quantizing a model of 270 MB. Mapped pages of a
 checkpoint, from which a layout was made, count as memory of the process as long as any tensor of the file is in use.
