@@ -21,8 +21,9 @@ class StraightThrough(torch.autograd.Function):
 
 
 class BitLinear(nn.Linear):
-    """A linear layer that computes with ternary weights (by absmean) and inputs in int8 (one scale a token). Gradients
-    pass straight through both roundings to the float `weight` and the input.
+    """A linear layer [..., in_features] -> [..., out_features] with ternary weights (by absmean) and inputs in int8
+    (one scale a token), for training. Gradients pass straight through both roundings to the float `weight`
+    [out_features, in_features] and the input. Paper: BitNet b1.58 (https://arxiv.org/abs/2402.17764).
 
     A checkpoint of a model with such layers is an ordinary one. `from_pretrained(...,
     quantization_config=BitNetConfig())` makes the same ternary weights of it.

@@ -13,7 +13,7 @@ OWN_TEXTS = ("sampled", "random")
 
 
 class CalibrationConfig:
-    """The text that calibration sees: one of `texts`, `dataset`, `tokens` and `inputs`, or tokens of the model's own.
+    """The text for calibration: one of `texts`, `dataset`, `tokens` and `inputs`, or tokens that the model generates.
 
     Args:
         texts (list of str, at least one; default None): documents. Other collections whose order is fixed are copied.
@@ -32,11 +32,11 @@ class CalibrationConfig:
             the model is.
         checkpoint_dir (str or path; default None): folder that keeps the progress after every block, so that an
             interrupted run resumes there.
-        seed (int; default 0): seed of the order in which documents are drawn, and of tokens of the model's own.
-        minutes (number above 0; default None): once its blocks are compressed, tune the whole model for so long on the
-            next-token distributions of the original one: what `refine` tunes, norms and biases. Needs `refine=True` in
-            a `WeightOnlyConfig`. It runs where the model is, and takes 16 bytes for each of its weights. None is no
-            such tuning.
+        seed (int; default 0): seed of the order in which documents are drawn, and of tokens that the model generates.
+        minutes (number above 0; default None): after its blocks are compressed, tune the whole model for this time on
+            the next-token distributions of the original one: what `refine` tunes, norms and biases. Needs
+            `refine=True` in a `WeightOnlyConfig`. It runs on the model's device, and takes 16 bytes for each of its
+            weights. None: no such tuning.
         own_text ("sampled", "random" or None; default None): which tokens to take where none of the four sources is
             given. "sampled": text that the model writes (LLM-QAT, https://arxiv.org/abs/2305.17888). "random": tokens
             of its vocabulary, drawn uniformly; enough for methods that read only the size of each channel. None means

@@ -13,7 +13,7 @@ WEIGHT_METHODS = ("rtn", "mse", "hqq", "gptq")
 
 
 class SparseConfig(CompressionConfig):
-    """Weights of which a share is zero. Pass it as `quantization_config` to `from_pretrained`.
+    """Prunes weights: sets a share of them to zero. Pass it as `quantization_config` to `from_pretrained`.
 
     Exactly one of `sparsity` and `pattern` is given. 2:4 is stored as values and positions (0.54 of 16 bits),
     everything else as values and one bit for each weight.

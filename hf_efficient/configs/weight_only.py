@@ -40,15 +40,15 @@ def available_methods() -> list[str]:
 
 
 class WeightOnlyConfig(CompressionConfig):
-    """Weights in few bits, activations as they are, or in 4 or 6 bits. Pass it as `quantization_config` to
-    `from_pretrained`.
+    """Quantizes weights to few bits, and leaves activations as they are (or rounds them to 4 or 6 bits). Pass it as
+    `quantization_config` to `from_pretrained`.
 
     A weight [out_features, in_features] becomes unsigned codes with `w = (code - zero_point) * scale`. Every
     `group_size` neighbours along in_features share a scale; a width that `group_size` does not divide gets a short last
     group. With a codebook, `w = codebook[code] * scale`.
 
-    `WeightOnlyConfig()` alone is a good start. What is left out is chosen by `quality` and `bits`, and is an ordinary
-    field of the config afterwards.
+    `WeightOnlyConfig()` alone is a good start. `quality` and `bits` choose the arguments that are left out; the choice
+    is stored in the fields of the config.
 
     Args:
         bits (2, 3, 4, 6 or 8; default 4): bits of a code. 6 bits are 6 on disk and 8 in memory. With `mixed_precision`
@@ -93,16 +93,16 @@ class WeightOnlyConfig(CompressionConfig):
         mixed_precision (bool; default False): give each layer as many bits as it needs, `bits` on average, and so each
             expert of a mixture: those that tokens reach often, and whose errors raise the loss more, get more. Along a
             trellis fused experts do not: they have the next fewer bits that a trellis can have. Needs `calibration`.
-        int8_on_cpu (bool or "auto"; default "auto"): with the C++ kernels, models in bfloat16 round their inputs to 8
-            bits, with a scale for every 64 columns of a row: faster prompts and batches at a small loss. Of every 64
-            the one that is more than twice as large as the others is not rounded, as outliers in LLM.int8(). "auto"
-            rounds forwards of at least 32 tokens where that is faster: on CPUs with AVX-512 VNNI and without AMX, with
-            groups of at least 32 columns. True rounds all forwards; with AMX only those of at most 32 tokens, as
-            prompts are faster without. Codebooks and methods with formats of their own have False.
+        int8_on_cpu (bool or "auto"; default "auto"): with the C++ kernels, layers of bfloat16 models round their inputs
+            to 8 bits, with a scale for every 64 columns of a row: faster prompts and batches at a small loss. A value
+            that is more than twice as large as the other 63 is not rounded, like an outlier in LLM.int8(). "auto"
+            rounds in forwards of at least 32 tokens where that is faster: on CPUs with AVX-512 VNNI and without AMX,
+            with groups of at least 32 columns. True rounds in all forwards; with AMX only in those of at most 32
+            tokens, because prompts are faster without. It is False for codebooks and methods with their own formats.
         activation_bits (4, 6 or None; default None): also round the inputs of layers, so that 4 is W4A4 and 6 is W4A6,
             or with bits=6 W6A6: every 16 columns of a row have a grid that spans their range. `refine` tunes weights
-            for rounded inputs, but not those of fused experts. The products are those of inputs that are not rounded,
-            and not faster: this is for finding out what a model loses.
+            for rounded inputs, but not those of fused experts. Nothing gets faster: the rounded inputs are stored as
+            floats. This shows what a model would lose.
         modules_to_not_convert (list of str; default None): globs (see `module_matches`) of modules to leave as they
             are, in addition to the output embedding and the modules tied to it.
         overrides (dict of glob -> fields; default None): other schemes for single modules, for example

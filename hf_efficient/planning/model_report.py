@@ -44,9 +44,12 @@ class ModelReport:
 
 
 def report(model: PreTrainedModel) -> ModelReport:
-    """Says what of hf_efficient is active in `model`: compressed weights, attention, the native decoding loop.
+    """Reports which parts of hf_efficient are active in `model`: compressed weights, attention, the native loop.
 
-    Runs one forward of two tokens at most, and changes nothing.
+    Runs at most one forward of two tokens, and changes nothing.
+
+    Returns:
+        a `ModelReport`: print it, or read `is_active`, `what` and `do` (how to change it) of each of its `parts`.
 
     Raises:
         TypeError: `model` is no transformers model.

@@ -32,7 +32,7 @@ class CompressedPrompt:
 
 
 class PromptCompressor:
-    """Makes prompts shorter, for any large model, by what a small one thinks of their tokens.
+    """Shortens prompts for any large model, by the probabilities that a small model gives to their tokens.
 
     A causal language model drops words that it could have guessed from what is kept before them, segment by segment
     (LLMLingua, https://arxiv.org/abs/2310.05736). With a question it spends the budget on the passages after which the

@@ -34,8 +34,8 @@ class ExportReport:
 
 
 def export(model, output, format: str = "compressed-tensors", tokenizer=None) -> ExportReport:
-    """Writes a model that `from_pretrained(quantization_config=...)` or `hf-efficient quantize` made for another
-    engine. The codes stay the ones that were chosen here; nothing is quantized anew.
+    """Writes a model of `from_pretrained(quantization_config=...)` or `hf-efficient quantize` for another engine. The
+    codes stay the same: nothing is quantized again.
 
     Args:
         model: the model, or the folder it was saved to, which is read one layer at a time and never whole.
@@ -46,7 +46,10 @@ def export(model, output, format: str = "compressed-tensors", tokenizer=None) ->
             and a warning says so where it does not), "awq" (4 bits), "bitnet" (ternary weights; transformers) or "gguf"
             (llama.cpp, Ollama; of the Llama family and Qwen 2 and 3; 4 bits and symmetric 8 bits in groups of multiples
             of 32, and dense models).
-        tokenizer: what to put beside the weights, by default the one in the folder, if there is one.
+        tokenizer: saved beside the weights; by default the one in the folder, if there is one.
+
+    Returns:
+        an `ExportReport`: `path`, `format`, `quantized_layers`, `nbytes`, `rounding` and `engines`.
 
     Raises:
         ValueError: an argument is not allowed, or the target cannot hold a layer; names it and says what to do instead.

@@ -14,12 +14,13 @@ from hf_efficient.generation.speculation.verification import TypicalAcceptance
 
 @dataclass(frozen=True)
 class Speculation:
-    """Stands wherever a draft model can: `assistant_model=` and `draft_model=`.
+    """A drafter with options. Pass it as `assistant_model=` or `draft_model=`, in place of a draft model.
 
-    draft: a model with the target's tokenizer, or a `Drafter`.
-    acceptance: None is lossless; `TypicalAcceptance()` keeps more, and changes the output.
-    adaptive: draft as many tokens as pay, none where none do; False: always as many as the draft may. A draft model
-        whose `generation_config.num_assistant_tokens_schedule` was set to "constant" never adapts.
+    Args:
+        draft: a model with the target's tokenizer, or a `Drafter`.
+        acceptance: None keeps the output of plain generation. `TypicalAcceptance()` accepts more tokens and changes it.
+        adaptive: draft as many tokens as pay, or none where none do. False: always draft as many as the drafter may. A
+            draft model whose `generation_config.num_assistant_tokens_schedule` is "constant" never adapts.
 
     Raises TypeError for anything else.
     """

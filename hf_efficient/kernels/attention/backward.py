@@ -1,8 +1,8 @@
 """Gradients of attention without a cache: every part of the scores is computed again in torch, as in
 FlashAttention (https://arxiv.org/abs/2205.14135, algorithm 4). No matrix [Sq, Sk] outlives its part.
 
-Causal attention in bfloat16 without softcap, sinks or windows is computed by `products`. Other attention without these
-uses the backward of SDPA. Everything else computes float32 scores, some queries at a time.
+Attention without windows, softcap, sinks, ALiBi and a gradient of the log-sum-exp uses `products` (causal, bfloat16) or
+the backward of SDPA. Everything else computes float32 scores, some queries at a time.
 """
 
 import torch
