@@ -128,18 +128,23 @@ def _within_capacity(original):
 
     @functools.wraps(original)
     def add_waiting_request(self, state):
-        holds, reason = getattr(self.cache, _LONGEST, (None, ""))
-        if holds is not None:
+        if (fits := room(self.cache, len(state.initial_tokens))) is not None:
             if state.request_id in self.active_requests or state.request_id in self.waiting_requests:
                 raise ValueError(f"request_id={state.request_id!r} is that of a request that has not ended")
             _check_length(self.cache, len(state.initial_tokens))
-            fits = holds + 1 - len(state.initial_tokens)  # the last new token is not stored
             if state.max_new_tokens is not None and state.max_new_tokens > fits:
+                _, reason = getattr(self.cache, _LONGEST)
                 logger.warning(f"{state.request_id}: {fits} of {state.max_new_tokens} new tokens fit: {reason}")
             state._new_tokens_limit = min(state._new_tokens_limit, fits)
         return original(self, state)
 
     return add_waiting_request
+
+
+def room(cache, prompt: int) -> int | None:
+    """How many new tokens fit after a prompt of so many; None where `cache` knows no limit (see `limit`)."""
+    holds, _ = getattr(cache, _LONGEST, (None, ""))
+    return None if holds is None else holds + 1 - prompt  # the last one is not stored
 
 
 def _check_length(cache, prompt: int) -> None:

@@ -12,14 +12,17 @@ from contextvars import ContextVar
 from transformers import GenerationConfig
 from transformers.cli.serving import server, utils
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.utils import logging
 from transformers.utils.import_utils import is_serve_available
 
 from hf_efficient.generation.stop_strings import CutText, StopStrings, cut
 from hf_efficient.integrations import transformers_paged_formats as paged_formats
+from hf_efficient.integrations import transformers_request_checks as request_checks
 from hf_efficient.integrations import transformers_request_options as request_options
 from hf_efficient.integrations.transformers_request_options import OF_SAMPLING, STOPS
 
 
+logger = logging.get_logger(__name__)
 FORGOTTEN_AFTER = 60  # seconds: no step takes longer, and after it nothing is delivered for a cancelled request
 # In a generation config, what a request may set here, and what changes no token of continuous batching
 _SERVED = {*OF_SAMPLING, STOPS, "max_new_tokens", "eos_token_id", "pad_token_id", "bos_token_id"}
@@ -42,8 +45,12 @@ def register() -> None:
         utils.CBStreamer = _CutStreamer
         if is_serve_available():  # whose chats cannot be imported else
             from transformers.cli.serving.chat_completion import ChatCompletionHandler as chats
+            from transformers.cli.serving.completion import CompletionHandler as completions
+            from transformers.cli.serving.response import ResponseHandler as responses
 
             chats.handle_request = _with_checked_messages(chats.handle_request)
+            for kind in (chats, completions, responses):
+                kind.handle_request = _refusing_nonsense(kind.handle_request)
         server.build_server = _for_all_clients(server.build_server)
 
 
@@ -92,7 +99,7 @@ def _streamed_as_asked(original):
         name = _unique(request_id)
         with _Refusals(), request_options.giving(_asked(self._cb.model, gen_config, processor)):
             queue, streamer = original(self, model, processor, inputs, gen_config, name, *args, **kwargs)
-        streamer.generation_config = gen_config
+        streamer.generation_config, streamer.prompt_tokens = gen_config, len(inputs["input_ids"])
         return queue, streamer
 
     return generate_streaming
@@ -109,6 +116,7 @@ def _answered_as_asked(original):
             options = _asked(self._cb.model, gen_config, processor)
             with request_options.giving(options):
                 text, prompt_tokens, tokens = await _unless_gone(original(*arguments, name), self._cb, name)
+        _end_by_room(self._cb, gen_config, prompt_tokens)
         if STOPS in options:
             is_parsed = utils.get_response_template(processor, model) is not None  # with its special tokens
             tokens, begun = cut(tokens, options[STOPS], _tokenizer_of(processor), is_parsed)
@@ -171,10 +179,10 @@ class _CutStreamer(utils.CBStreamer):
     """transformers', whose text ends where a stop string begins, and which forgets a request that is cancelled.
 
     Attributes:
-        generation_config: of the request.
+        generation_config, prompt_tokens: of the request.
     """
 
-    generation_config = None
+    generation_config = prompt_tokens = None
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -184,6 +192,7 @@ class _CutStreamer(utils.CBStreamer):
 
     def end(self) -> None:
         """As transformers', after the text that was held back."""
+        _end_by_room(self._cb, self.generation_config, self.prompt_tokens)
         if self._stops is not None:
             if text := self._decode_stream.rest():
                 parts = [text]
@@ -202,6 +211,13 @@ class _CutStreamer(utils.CBStreamer):
 def _end_by_stop(config) -> None:
     """The handlers say "length" where as many tokens came as `config` allows, also where a stop string ended them."""
     config.max_new_tokens = None
+
+
+def _end_by_room(manager, config, prompt_tokens: int) -> None:
+    """They say so, too, where as many came as pages or positions have room for."""
+    fits = request_checks.room(getattr(manager.batch_processor, "cache", None), prompt_tokens)
+    if fits is not None:
+        config.max_new_tokens = fits if config.max_new_tokens is None else min(config.max_new_tokens, fits)
 
 
 def _tokenizer_of(processor):
@@ -258,6 +274,20 @@ def _with_checked_messages(original):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise ValueError(f"messages holds {message!r}: a message is an object with a role")
         return await original(self, body, request_id)
+
+    return handle_request
+
+
+def _refusing_nonsense(original):
+    """A `handle_request` that raises ValueError for a body whose values have types that nothing reads."""
+
+    @functools.wraps(original)
+    async def handle_request(self, body, request_id):
+        try:
+            return await original(self, body, request_id)
+        except (TypeError, KeyError, AttributeError) as error:
+            logger.warning(f"refused: {error!r}", exc_info=True)
+            raise ValueError(f"the body holds a value of a wrong type: {error!r}") from error
 
     return handle_request
 

@@ -198,6 +198,11 @@ def test_what_is_asked_for_in_vain_is_refused_by_name(asked, answers, options, m
         ({"max_tokens": "x"}, "'x'"),
         ({"generation_config": {}}, "an option has a value of a wrong type"),
         ({"generation_config": "no JSON"}, "Expecting value"),
+        ({"messages": [{"role": "user", "content": [5]}]}, "the body holds a value of a wrong type: TypeError"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "a wrong type: KeyError('text')"),
+        ({"logit_bias": [1]}, "a wrong type: AttributeError"),
+        ({"generation_config": '{"eos_token_id": "a"}'}, "a wrong type: TypeError"),
+        ({"chat_template_kwargs": 5}, "a wrong type: TypeError"),
         ({"response_format": {"type": "json_object"}}, "response_format={'type': 'json_object'} is not supported"),
         (
             {"messages": [{"role": "user", "content": "a" * 2**15}]},
@@ -213,6 +218,15 @@ def test_a_body_that_makes_no_sense_is_refused(asked, body, message, stream):
     answer = requests.post(f"{asked.client.base_url}chat/completions", json=body, timeout=30)
     assert (answer.status_code, message in answer.json()["detail"]) == (400, True), answer.text
     assert asked.blocks() == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_ends_where_the_pages_do_is_cut_off(asked, answers, stream, monkeypatch):
+    asked.text(PROMPTS[0])
+    prompt = len(AutoTokenizer.from_pretrained(asked.model).encode(PROMPTS[0]))
+    monkeypatch.setattr(asked.manager.batch_processor.cache, "_hf_efficient_longest", (prompt + 4, "few"))
+    text, why = asked.text(PROMPTS[0], stream=stream)
+    assert why == "length" and text and answers[PROMPTS[0]].startswith(text) and text != answers[PROMPTS[0]]
 
 
 @pytest.mark.parametrize("stream", [False, True])
