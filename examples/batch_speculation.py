@@ -1,4 +1,4 @@
-"""Generates for several prompts at once, with drafts looked up in the text, and says how many tokens a forward gave.
+"""Generates for several prompts at once, with drafts looked up in the text, and prints the tokens per forward.
 
 python examples/batch_speculation.py
 """

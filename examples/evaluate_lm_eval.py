@@ -20,7 +20,7 @@ parser.add_argument("--include-path", help="a folder with tasks of your own; the
 parser.add_argument("--limit", type=int, help="of the samples of a task")
 options = parser.parse_args()
 tasks = dict(tasks=options.tasks, task_manager=TaskManager(include_path=options.include_path), limit=options.limit)
-device = "cuda" if torch.cuda.is_available() else "cpu"  # the harness takes "cuda" where nothing is said
+device = "cuda" if torch.cuda.is_available() else "cpu"  # the harness's default is "cuda"
 
 for name, arguments in (("hf", ""), ("hf-efficient", ",bits=4,group_size=64")):
     found = lm_eval.simple_evaluate(

@@ -1,4 +1,4 @@
-"""Prunes half of the weights, trains the rest to say what the dense model says, and saves the result.
+"""Prunes half of the weights, trains the rest on the dense model's predictions, and saves the result.
 
 python examples/prune_and_recover.py --texts corpus.txt --minutes 10 --output smollm2-half
 """

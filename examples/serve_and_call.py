@@ -1,4 +1,4 @@
-"""Starts `transformers serve` with a quantized model, asks it one question over HTTP, and stops it.
+"""Starts `hf-efficient serve` with a quantized model, asks it one question over HTTP, and stops it.
 
 pip install 'transformers[serving]'
 python examples/serve_and_call.py --folder smollm2-int4
@@ -20,8 +20,7 @@ parser.add_argument("--port", type=int, default=8765)
 parser.add_argument("--max-tokens", type=int, default=32)
 options = parser.parse_args()
 
-command = [str(Path(sys.executable).with_name("hf-efficient")), "exec", "transformers", "serve", options.folder]
-command += ["--attn-implementation", "hf-efficient/flash_paged_2", "--continuous-batching", "--cb-num-blocks", "256"]
+command = [str(Path(sys.executable).with_name("hf-efficient")), "serve", options.folder, "--sequences", "4"]
 server = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(options.port)])
 body = {"model": options.folder, "max_tokens": options.max_tokens}
 body["messages"] = [{"role": "user", "content": "What is the capital of France?"}]
