@@ -190,10 +190,10 @@ def check_options(request: GenerationRequest) -> None:
         raise ValueError(
             "synced_gpus=True (FSDP, ZeRO-3): speculation takes a different number of forwards on each rank"
         )
-    if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+    if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ValueError(
-            f"input_ids of shape {tuple(input_ids.shape)}: speculation drafts from token ids [batch, length >= 1], and "
-            "cannot start from inputs_embeds alone"
+            f"input_ids of shape {tuple(input_ids.shape)}: speculation drafts from token ids [batch >= 1, length >= 1],"
+            " and cannot start from inputs_embeds alone"
         )
     if reads_encoder(model):
         check_decoder_inputs(request)

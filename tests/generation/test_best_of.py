@@ -6,7 +6,15 @@ import pytest
 import torch
 from draft_models import GREEDY, NEW, models
 
-from hf_efficient import BestOf, Drafter, PromptLookup, Speculation, TokenRecycling, speculative_generate
+from hf_efficient import (
+    BestOf,
+    Drafter,
+    PromptLookup,
+    SelfSpeculation,
+    Speculation,
+    TokenRecycling,
+    speculative_generate,
+)
 from hf_efficient.generation.drafters.best_of import _merge, _Trust
 from hf_efficient.generation.speculation.token_tree import RowTree, proposal_of, trees_of
 
@@ -152,3 +160,10 @@ def test_it_learns_which_drafter_serves_which_sequence():
         proposal = drafter.propose([2, 2], 8)
     assert proposal.tokens.tolist() == [[5, 7], [7, 5]]
     assert proposal.confidence[0, 0] > 0.75 > 0.2 > proposal.confidence[0, 1]
+
+
+def test_a_drafter_that_knows_its_depth_when_it_knows_the_model():
+    model, _, (batch, _), (plain, _) = models("llama")
+    best = Speculation(BestOf(SelfSpeculation(exit_layer=1, tree=4), PromptLookup()), adaptive=False)
+    assert torch.equal(model.generate(**batch, **GREEDY, assistant_model=best), plain)
+    assert best.draft.max_tokens == 20

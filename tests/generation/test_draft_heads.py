@@ -393,3 +393,6 @@ def test_matrices_of_an_eagle_head_in_few_bits(bits, least, most, target, text, 
     heads.bits, heads.beam = None, 0
     with pytest.raises(ValueError, match="beam=0 of the draft heads: must be an integer of at least 1"):
         generate(target, batch, heads)
+    heads.beam, heads.nodes = None, 64
+    with pytest.raises(ValueError, match="nodes=64 of the draft heads: must be an integer from 1 to 63"):
+        generate(target, batch, heads)

@@ -190,6 +190,8 @@ def test_custom_generate_refusals(llama):
     for drafts in (dict(draft_model=draft), {}):
         with pytest.raises(ValueError, match="guidance_scale: its .* remembers its last call, .* speculative_generate"):
             target.generate(**options, **drafts, guidance_scale=1.5)
+    with pytest.raises(ValueError, match=r"input_ids of shape \(0, 11\)"):
+        target.generate(batch["input_ids"][:0], prompt_lookup_num_tokens=2, max_new_tokens=4)
     embeds = target.get_input_embeddings()(batch["input_ids"])
     with pytest.raises(ValueError, match="cannot start from inputs_embeds alone"):
         target.generate(inputs_embeds=embeds, custom_generate=speculative_generate, draft_model=draft, max_new_tokens=4)

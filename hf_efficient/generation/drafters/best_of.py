@@ -44,7 +44,6 @@ class BestOf(Drafter):
                 raise ValueError(f"{type(drafter).__name__} draws its tokens at random: BestOf cannot merge them")
         self.drafters = drafters
         self._trees: list[list[RowTree] | None] = [None] * len(drafters)  # of this step
-        self.max_tokens = max(drafter.max_tokens for drafter in drafters)
         self.relative_cost = sum(drafter.relative_cost for drafter in drafters)
         self.computes = any(drafter.computes for drafter in drafters)
         self.reads_hidden = any(drafter.reads_hidden for drafter in drafters)
@@ -55,6 +54,11 @@ class BestOf(Drafter):
     def remembered_by(self):
         keys = tuple(drafter.remembered_by for drafter in self.drafters)
         return _kind(keys) if all(isinstance(key, (type, _Kind)) for key in keys) else self
+
+    @property
+    def max_tokens(self) -> int:
+        """`SelfSpeculation` knows its own after `check`."""
+        return max(drafter.max_tokens for drafter in self.drafters)
 
     @property
     def reads_layers(self) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from transformers.utils import PushToHubMixin, cached_file
 from hf_efficient import adapter_files
 from hf_efficient.cache.bookkeeping.model_key import version_of
 from hf_efficient.generation.drafters.base import Drafter
+from hf_efficient.generation.speculation.proposal import MAX_NODES
 
 
 NAME = "draft_heads"
@@ -76,6 +77,8 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
         [length, hidden_size * (1 + layers)] of texts."""
 
     def check(self, model) -> None:
+        if type(self.nodes) is not int or not 1 <= self.nodes <= MAX_NODES:
+            raise ValueError(f"nodes={self.nodes!r} of the draft heads: must be an integer from 1 to {MAX_NODES}")
         self._check_target(model)
         self.to(model.dtype)
         self.bind(model)
