@@ -329,3 +329,25 @@ def test_biases_of_other_shapes_and_inputs_of_one_dimension(kernels):
     assert torch.equal(bias.grad, torch.ones(70))
     with torch.no_grad():
         assert torch.equal(layout.matmul(x, torch.ones(1)), layout.matmul(x) + 1)
+
+
+def test_tensors_that_do_not_belong_together_are_refused(kernels):
+    """Before the kernels read beyond one of them, or numbers of another dtype."""
+    (qweight, scale, zero), form = tensors(40, 96, 4, 32, False, torch.float32), (4, 32, 96, torch.float32)
+    for name, *parts in (
+        *(("qweight", qweight[:, :-1], scale, zero), ("scale", qweight, scale[:, :2], zero)),
+        *(("zero_point", qweight, scale, zero[:, :2]), ("zero_point", qweight, scale, zero.to(torch.int8))),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is .*allowed is"):
+            native_cpu.NativeCodesLayout.pack(*parts, *form)
+    layout, x = native_cpu.NativeCodesLayout.pack(qweight, scale, zero, *form), torch.randn(2, 96)
+    parts, ops = (layout.packed, layout.scale, layout.zero_point), torch.ops.hf_efficient
+    for bits, group, n, k in ((4, 16, 40, 96), (4, 32, 64, 96), (8, 32, 40, 96), (4, 32, 40, 128)):
+        with pytest.raises(ValueError, match="allowed is|the layout is for"):
+            ops.cpu_linear(x, *parts, None, bits, group, n, k, native_cpu.NEVER)
+    with pytest.raises(ValueError, match="x is torch.float64: allowed is one of"):
+        layout.matmul(x.double().requires_grad_())
+    ids = torch.tensor([39, 0, 7], dtype=torch.int32)
+    assert torch.equal(layout.rows(ids), layout.dequantize()[ids])
+    with pytest.raises(ValueError, match="ids are torch.float32"):
+        layout.rows(ids.float())

@@ -6,6 +6,7 @@ from helpers import assert_close
 
 from hf_efficient.kernels.efficient_linear import activation_reference
 from hf_efficient.kernels.linear import w8a8
+from hf_efficient.kernels.linear.w8a8_layouts import int8_layout
 
 
 FORMATS = w8a8.FORMATS
@@ -89,6 +90,22 @@ def test_zero_points_of_both_operands():
     for sums in (None, codes.sum(1, dtype=torch.int32)):
         actual = w8a8.multiply(x, codes, scale, w_zero_point=zero, w_sums=sums, out_dtype=torch.float32)
         assert_close(actual, expected, 1e-6, 1e-5 * expected.abs().max().item(), "int32 sums are exact")
+
+
+def test_sums_that_may_exceed_int32_are_refused():
+    """As on a GPU, when a layer derives what it multiplies."""
+    for format, zero_point, most in (("int8", None, 131071), ("int8_asymmetric", None, 65793), ("int8", 0, 65793)):
+        tensors = {"qweight": torch.full((1, most), 127, dtype=torch.int8), "scale": torch.ones(1, 1)}
+        if zero_point is not None:
+            tensors["zero_point"] = torch.full((1, 1), zero_point, dtype=torch.int8)
+        layout = int8_layout(tensors, torch.float32, format, None)
+        assert layout.matmul(torch.ones(1, most)).item() == pytest.approx(127 * most)
+        tensors["qweight"] = torch.full((1, most + 1), 127, dtype=torch.int8)
+        with pytest.raises(ValueError, match=f"K = {most + 1}: allowed is at most {most}, or the sum overflows int32"):
+            int8_layout(tensors, torch.float32, format, None)
+    codes = torch.full((1, 131072), 127, dtype=torch.int8)
+    with pytest.raises(ValueError, match="K = 131072: allowed is at most 131071"):
+        w8a8.multiply(w8a8.Quantized(codes, torch.ones(1, 1)), codes, torch.ones(1), out_dtype=torch.float32)
 
 
 @pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="pack_int8 changes nothing without VNNI")

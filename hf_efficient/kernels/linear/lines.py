@@ -12,7 +12,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from hf_efficient.kernels.linear.codes import unpack_codes
+from hf_efficient.kernels.linear.codes import packed_width, unpack_codes
 from hf_efficient.kernels.native import build
 from hf_efficient.kernels.native.layout_cache import kept
 from hf_efficient.kernels.native.tiers import once_a_tier
@@ -51,9 +51,14 @@ def pack_lines(
     Args:
         added: to each code, modulo 256.
         has_signs: whether codes of 8 bits become sign and magnitude; else bytes are stored as they are.
+
+    Raises:
+        ValueError: qweight has another number of bytes a row.
     """
-    sizes = -(-qweight.shape[0] // LANES), -(-in_features // COLUMNS[stored])
-    shape = *sizes, 3 if stored == 3 else 1, LANES
+    row = packed_width(in_features, bits)
+    if qweight.dim() != 2 or qweight.shape[1] != row:
+        raise ValueError(f"qweight is {list(qweight.shape)}: allowed is [N, {row}], {in_features} codes of {bits} bits")
+    shape = shape_of_lines(qweight.shape[0], in_features, stored)
     make = functools.partial(_packed, qweight, bits, in_features, stored, added, has_signs, shape)
     return kept(shape, torch.int32, make)
 
@@ -105,6 +110,25 @@ def unpack_lines(words: torch.Tensor, bits: int, out_features: int, in_features:
         codes[column] |= ((words[:, :, line] >> word_shift & mask) << code_shift).to(torch.uint8)
     codes = codes.permute(1, 3, 2, 0).reshape(words.shape[0] * LANES, -1)[:out_features, :in_features]
     return torch.where(codes > 127, ~codes, codes ^ 128) if bits == 8 else codes
+
+
+def shape_of_lines(out_features: int, in_features: int, stored: int) -> tuple[int, ...]:
+    """Of what `pack_lines` makes of a weight."""
+    return -(-out_features // LANES), -(-in_features // COLUMNS[stored]), 3 if stored == 3 else 1, LANES
+
+
+def check_shapes(**tensors: tuple[torch.Tensor | None, tuple[int, ...], tuple[torch.dtype, ...]]) -> None:
+    """Checks tensors that the kernels read by their addresses, each given with its shape and the dtypes it may have.
+
+    Raises:
+        ValueError: one has another shape or dtype, or gaps.
+    """
+    for name, (tensor, shape, dtypes) in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
+            given = f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}"
+            raise ValueError(f"{name} is {given}: allowed is one of {dtypes}, {list(shape)} without gaps")
 
 
 def in_blocks(values: torch.Tensor, out_features: int) -> torch.Tensor:

@@ -9,7 +9,15 @@ import torch
 from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.codes import pack_codes
 from hf_efficient.kernels.linear.layout import FLOATS, Layout
-from hf_efficient.kernels.linear.lines import COLUMNS, LANES, in_blocks, pack_lines, unpack_lines
+from hf_efficient.kernels.linear.lines import (
+    COLUMNS,
+    LANES,
+    check_shapes,
+    in_blocks,
+    pack_lines,
+    shape_of_lines,
+    unpack_lines,
+)
 from hf_efficient.kernels.native import build
 from hf_efficient.kernels.native.structs import Product, filled
 from hf_efficient.kernels.native.tiers import once_a_tier
@@ -50,6 +58,16 @@ class _Rows(ctypes.Structure):
         ("count", ctypes.c_int64),
         ("type", ctypes.c_int64),
     ]
+
+
+def check_parts(packed, scale, zero_point, bits, group, out_features, in_features) -> None:
+    """Raises ValueError for tensors that are not those of a weight whose groups have `group` columns."""
+    numbers = -(-out_features // LANES), -(-in_features // group), LANES
+    check_shapes(
+        packed=(packed, shape_of_lines(out_features, in_features, bits), (torch.int32,)),
+        scale=(scale, numbers, (torch.float32, torch.bfloat16)),
+        zero_point=(zero_point, numbers, (torch.float32, torch.uint8)),
+    )
 
 
 def weight_structure(
@@ -132,6 +150,8 @@ class NativeLayout(Layout):
             ValueError: x has another dtype, width or device.
         """
         dtype = x.dtype
+        if dtype not in FLOATS:
+            raise ValueError(f"x is {dtype}: allowed is one of {FLOATS}")
         if dtype is not self.dtype or x.shape[-1] != self.in_features or not x.is_cpu:
             given = f"{dtype} {tuple(x.shape)} on {x.device}"
             raise ValueError(f"x is {given}, the layout is for {self.dtype} [..., {self.in_features}] on a CPU")
@@ -168,6 +188,7 @@ class NativeCodesLayout(NativeLayout):
         self.scheme = stored, group, out_features, in_features
         self.rounds_inputs = rounds_inputs
         self.out_features, self.in_features, self.bits, self.dtype = out_features, in_features, bits, dtype
+        check_parts(packed, scale, zero_point, *self.scheme)
         self.function = kernel(stored).linear
         scheme = group, out_features, in_features, rounds_inputs
         self.weight, self.address = weight_structure(packed, scale, zero_point, *scheme)
@@ -253,7 +274,10 @@ def _weight(dtype, _, packed, scale, zero_point, bits, group, out_features, in_f
 
 def _rows(ids, packed, scale, zero_point, bits, group, out_features, in_features, dtype):
     torch.get_num_threads()  # as in _product
-    ids, y = ids.contiguous(), packed.new_empty(*ids.shape, in_features, dtype=dtype)
+    check_parts(packed, scale, zero_point, bits, group, out_features, in_features)
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"ids are {ids.dtype}: allowed is torch.int64 or torch.int32")
+    ids, y = ids.long().contiguous(), packed.new_empty(*ids.shape, in_features, dtype=dtype)
     weight, address = weight_structure(packed, scale, zero_point, group, out_features, in_features, NEVER)
     rows = _Rows(address, ids.data_ptr(), y.data_ptr(), ids.numel(), TYPES[dtype])
     if not kernel(bits).rows(ctypes.addressof(rows)):
@@ -263,7 +287,7 @@ def _rows(ids, packed, scale, zero_point, bits, group, out_features, in_features
 
 @replays("hf_efficient::cpu_rows")
 def _row_instructions(y, ids, packed, scale, zero_point, bits, group, out_features, in_features, dtype):
-    if not ids.is_contiguous():
+    if not ids.is_contiguous() or ids.dtype is not torch.long:
         return None
     tensors = packed, scale, zero_point
     weight, address = weight_structure(*tensors, group, out_features, in_features, NEVER)

@@ -11,7 +11,7 @@ import torch
 
 from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.layout import FLOATS
-from hf_efficient.kernels.linear.lines import LANES, pack_lines, unpack_lines
+from hf_efficient.kernels.linear.lines import LANES, check_shapes, pack_lines, shape_of_lines, unpack_lines
 from hf_efficient.kernels.linear.native_cpu import NativeLayout
 from hf_efficient.kernels.native import build
 from hf_efficient.kernels.native.structs import Product, filled
@@ -73,6 +73,14 @@ class NativeRoundedLayout(NativeLayout):
     def __init__(self, packed, scale, offset, sums, x_scale, x_zero, scheme, dtype):
         self.bits, self.out_features, self.in_features, *rounding = self.scheme = scheme
         self.parts, self.dtype = (packed, scale, offset, sums, x_scale, x_zero), dtype
+        shape = shape_of_lines(self.out_features, self.in_features, self.bits)
+        lanes = (shape[0] * LANES,)
+        check_shapes(
+            packed=(packed, shape, (torch.int32,)),
+            scale=(scale, lanes, (torch.float32,)),
+            offset=(offset, lanes, (torch.int32,)),
+            sums=(sums, lanes, (torch.int32,)),
+        )
         self.function = kernel(self.bits)
         self.weight, self.address = _structure(*self.parts, self.out_features, self.in_features, *rounding)
         names = ("packed", "packed_scale", "packed_offset", "packed_sums")

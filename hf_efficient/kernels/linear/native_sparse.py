@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.codes import pack_codes, unpack_codes
-from hf_efficient.kernels.linear.lines import LANES
+from hf_efficient.kernels.linear.lines import LANES, check_shapes
 from hf_efficient.kernels.linear.native_cpu import NativeLayout
 from hf_efficient.kernels.native import build
 from hf_efficient.kernels.native.structs import Product, filled
@@ -82,6 +82,12 @@ class NativeSparseLayout(NativeLayout):
     def __init__(self, values, masks, starts, out_features, in_features, two_of_four, kept_shape=(-1,)):
         self.values, self.masks, self.starts, self.kept_shape = values, masks, starts, kept_shape
         self.sizes = self.out_features, self.in_features, self.two_of_four = out_features, in_features, two_of_four
+        bands = -(-out_features // LANES) * LANES // BAND
+        check_shapes(
+            values=(values, values.shape[:1], (torch.bfloat16,)),
+            masks=(masks, (bands, -(-in_features // COLUMNS), BAND), (torch.int32,)),
+            starts=(starts, (bands + 1,), (torch.int64,)),
+        )
         self.function = function()
         self.weight, self.address = weight_structure(values, masks, starts, *self.sizes)
         self.tensors = {"packed": values, "packed_masks": masks, "packed_starts": starts}

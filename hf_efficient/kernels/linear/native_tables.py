@@ -9,12 +9,13 @@ import torch
 from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.codes import pack_codes
 from hf_efficient.kernels.linear.layout import FLOATS
-from hf_efficient.kernels.linear.lines import in_blocks, pack_lines, unpack_lines
+from hf_efficient.kernels.linear.lines import check_shapes, in_blocks, pack_lines, unpack_lines
 from hf_efficient.kernels.linear.native_cpu import (
     CODEBOOK,
     FLOAT8,
     FLOAT8_E5M2,
     NativeLayout,
+    check_parts,
     kernel,
     stored_bits,
     weight_structure,
@@ -43,6 +44,8 @@ class NativeTableLayout(NativeLayout):
     def __init__(self, packed, scale, table, x_scale, scheme, dtype):
         self.bits, self.group, self.out_features, self.in_features, _, self.kind = self.scheme = scheme
         self.parts, self.dtype = (packed, scale, table, x_scale), dtype
+        check_parts(packed, scale, None, *scheme[:4])
+        check_shapes(table=(table, (2**self.bits,), (torch.float32,)))
         self.function = kernel(self.bits, self.kind).linear
         self.weight, self.address = weight_structure(packed, scale, None, *scheme[1:5], table, x_scale)
         self.tensors = {"packed": packed, "packed_scale": scale}

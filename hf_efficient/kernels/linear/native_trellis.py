@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_efficient.kernels.linear import op
+from hf_efficient.kernels.linear.lines import check_shapes
 from hf_efficient.kernels.linear.native_cpu import NativeLayout
 from hf_efficient.kernels.linear.trellis_codes import BAND, sequences, unpack_trellis
 from hf_efficient.kernels.native import build
@@ -82,7 +83,13 @@ class NativeTrellisLayout(NativeLayout):
     def __init__(self, packed, scale, following, out_features, in_features):
         self.packed, self.scale, self.following = packed, scale, following
         self.out_features, self.in_features = out_features, in_features
-        self.function = function(packed.shape[2])
+        bands, half_bits = -(-out_features // BAND), packed.shape[2]
+        check_shapes(
+            packed=(packed, (bands, -(-in_features // COLUMNS), half_bits, COLUMNS), (torch.int16,)),
+            scale=(scale, (bands * BAND,), (torch.float32,)),
+            following=(following, (bands,), (torch.int32,)),
+        )
+        self.function = function(half_bits)
         self.weight, self.address = weight_structure(packed, scale, following, out_features, in_features)
         self.tensors = {"packed": packed, "packed_scale": scale, "packed_next": following}
 

@@ -50,6 +50,13 @@ def check_codes(x_codes: torch.Tensor, w_codes: torch.Tensor) -> None:
         )
 
 
+def check_columns(in_features: int, x_has_zero: bool, w_has_zero: bool) -> None:
+    """Raises ValueError for so many columns that sums of products of int8 codes, less zero points, may exceed int32."""
+    largest = (255 if x_has_zero else 128) * (255 if w_has_zero else 128)
+    if in_features * largest >= 2**31:
+        raise ValueError(f"K = {in_features}: allowed is at most {(2**31 - 1) // largest}, or the sum overflows int32")
+
+
 def rms_norm(x, weight, eps, residual) -> tuple[torch.Tensor, torch.Tensor]:
     """(x + residual in the dtype of x, its RMS norm times weight in float32)."""
     x = x if residual is None else x + residual
@@ -78,6 +85,7 @@ def _packed_product(x_codes, packed, w_scale) -> torch.Tensor:
 
 
 def int8_product(x_codes, w_codes, x_scale, w_scale, bias, x_zero_point, w_zero_point, w_sums, out_dtype):
+    check_columns(x_codes.shape[1], x_zero_point is not None, w_zero_point is not None)
     w_scale, correction = w_scale.reshape(1, -1), None
     if x_zero_point is not None:
         w_sums = unpack_int8(w_codes).sum(1, dtype=torch.int32) if w_sums is None else w_sums

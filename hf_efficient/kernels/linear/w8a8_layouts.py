@@ -17,7 +17,8 @@ _OFFSET = 128  # of the unsigned codes of the C++ kernels from int8
 
 def int8_layout(tensors: dict[str, torch.Tensor], dtype: torch.dtype, format: str, threshold: float | None) -> Layout:
     """The fastest layout of int8 codes for inputs of `dtype` in `format`, or with columns that are not rounded by
-    `threshold`."""
+    `threshold`. Raises ValueError for so many columns that sums may exceed int32."""
+    w8a8_cpu.check_columns(tensors["qweight"].shape[1], format == "int8_asymmetric", "zero_point" in tensors)
     static = {
         name: tensors.get(f"activation_{part}") for name, part in (("x_scale", "scale"), ("x_zero", "zero_point"))
     }
