@@ -47,7 +47,8 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
         return True
 
     def get_state_dict_and_metadata(self, model):
-        return self.part_to_save, {}
+        is_adapter_saved = getattr(model, "_hf_peft_config_loaded", False)
+        return self.part_to_save if is_adapter_saved or self.part_to_save else _without_adapters(model), {}
 
     def validate_environment(self, *args, **kwargs):
         if self.quantization_config.dequantize and not self.pre_quantized:
@@ -225,3 +226,19 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
         weight_conversions.remember(model, self._joined)
         model_methods.restore_methods(model)
         return model
+
+
+def _without_adapters(model) -> dict[str, torch.Tensor] | None:
+    """The tensors of `model` by the names they have without PEFT's layers, which stay where adapters were deleted; None
+    where there are none. Raises ValueError where an adapter is left: by its names nothing would load the checkpoint."""
+    wrapped = [name for name, module in model.named_modules() if hasattr(module, "base_layer")]
+    if not wrapped:
+        return None
+    tensors = model.state_dict()
+    for name in tensors:
+        if any(name.startswith(f"{w}.") and not name.startswith(f"{w}.base_layer.") for w in wrapped):
+            raise ValueError(
+                f"save_pretrained: {name} belongs to an adapter: save the adapter with the PEFT model's "
+                "save_pretrained, and this model after its unload() or hf_efficient.integrations.peft.merge_and_unload"
+            )
+    return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items()}

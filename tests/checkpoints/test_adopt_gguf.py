@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import assert_close, needs_transformers, tiny_model
 from saved_models import logits
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from unpackers import GGUF_NAMES
 
 import hf_efficient
@@ -80,7 +80,7 @@ MIXED = {
 }  # the rest is Q4_K
 
 
-def write(path, kinds=MIXED, other="Q4_K", **overrides):
+def write(path, kinds=MIXED, other="Q4_K", without="", more=(), **overrides):
     sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=1)
     model = tiny_model("llama", **sizes)
     writer = gguf.GGUFWriter(path, "llama")
@@ -98,6 +98,8 @@ def write(path, kinds=MIXED, other="Q4_K", **overrides):
         ours = name.removesuffix(".weight")
         leaf = NAMES[ours.removeprefix("model.layers.0.")] if "layers" in ours else NAMES[ours]
         theirs = f"blk.0.{leaf}.weight" if "layers" in ours else f"{leaf}.weight"
+        if theirs == without:
+            continue
         if tensor.dim() == 1:
             writer.add_tensor(theirs, tensor.numpy())
             continue
@@ -105,6 +107,8 @@ def write(path, kinds=MIXED, other="Q4_K", **overrides):
         data = random_blocks(kind, *tensor.shape, size=2e-4 if kind in ("Q6_K", "Q4_K", "Q5_K") else 1e-2)
         raw_dtype = gguf.GGMLQuantizationType[kind]
         writer.add_tensor(theirs, overrides.get(leaf, data), raw_dtype=raw_dtype)
+    for theirs, values in more:
+        writer.add_tensor(theirs, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -165,6 +169,21 @@ def test_damaged_files_are_refused(tmp_path):
     write(tmp_path / "tiny.gguf", ffn_gate=nan.reshape(256, -1))
     with pytest.raises(ValueError, match=r"blk.0.ffn_gate.weight \(Q4_K\) holds NaN"):
         load(tmp_path)
+
+
+@needs_gguf
+def test_files_that_lack_or_add_tensors_are_refused(tmp_path):
+    hf_efficient.adopt("gguf")
+    for theirs, ours in (("blk.0.ffn_up.weight", "layers.0.mlp.up_proj.weight"), ("output_norm.weight", "norm.weight")):
+        write(tmp_path / "tiny.gguf", without=theirs)
+        with pytest.raises(ValueError, match=rf"holds nothing for 1 parameters of LlamaForCausalLM.*model\.{ours}"):
+            load(tmp_path)
+    write(tmp_path / "tiny.gguf", more=[("blk.0.attn_q.bias", np.ones(256, np.float32))])
+    with pytest.raises(ValueError, match=r"blk\.0\.attn_q\.bias is not read: .*q_proj\.weight .* has no bias"):
+        load(tmp_path)
+    write(tmp_path / "tiny.gguf", more=[("blk.0.attn_q.bias", np.zeros(256, np.float32))])
+    heads = AutoModelForSequenceClassification.from_pretrained(tmp_path, gguf_file="tiny.gguf")
+    assert isinstance(heads.model.layers[0].self_attn.q_proj, EfficientLinear)
 
 
 @pytest.mark.parametrize("is_old", [True, False])

@@ -105,6 +105,23 @@ def test_transformers_own_adapter_loading(folder, tmp_path):
         assert_close(again(IDS).logits, model(IDS).logits, 1e-6, 1e-5, "the same adapter")
 
 
+@needs_adapters
+def test_a_model_is_saved_without_peft_layers(folder, tmp_path):
+    """transformers leaves PEFT's layers where it deletes an adapter; no name would be found again."""
+    model = load(folder)
+    with torch.no_grad():
+        expected = model(IDS).logits
+    model.add_adapter(peft.LoraConfig(**LORA), "one")
+    model.delete_adapter("one")
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(IDS).logits, expected)
+    model = peft.get_peft_model(load(folder), peft.LoraConfig(**LORA))
+    with pytest.raises(ValueError, match=r"q_proj\.lora_A\.default\.weight belongs to an adapter: save the adapter"):
+        model.get_base_model().save_pretrained(tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+
+
 def test_a_model_that_peft_casts_computes_as_one_that_it_cast_before(folder, tmp_path):
     """`prepare_model_for_kbit_training` casts the data of bfloat16 Parameters, so layouts made before it are
     outdated."""

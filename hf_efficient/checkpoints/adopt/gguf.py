@@ -53,6 +53,10 @@ class GgufQuantizer(EfficientQuantizer):
         self._rows, schemes, dense = {}, {}, set()  # name in the file -> order of its rows or None
         for tensor in self._reader.tensors:
             name, kind = self._names.get(tensor.name), tensor.tensor_type.name
+            owner, _, part = tensor.name.rpartition(".")
+            own = self._names.get(f"{owner}.weight")
+            if name is None and own and part in ("bias", "scale") and tensor.data.any():
+                raise ValueError(f"{tensor.name} is not read: {own} of {type(model).__name__} has no {part}")
             module = linears.get(name)
             if module is None:
                 continue
@@ -80,6 +84,20 @@ class GgufQuantizer(EfficientQuantizer):
         super().before_loading(model, None, device_map)
         if different := {name.rpartition(".")[0] for name in self.swapped.weights} ^ set(schemes):
             raise ValueError(f"{min(different)} is quantized in the file, but {type(model).__name__} keeps it as it is")
+
+    def after_loading(self, model):
+        read = {id(p) for part in (model.base_model, model.get_output_embeddings()) if part for p in part.parameters()}
+        missing = [  # heads of other tasks are new
+            name
+            for name, p in model.named_parameters()
+            if id(p) in read and not getattr(p, "_is_hf_initialized", False)
+        ]
+        if missing:
+            raise ValueError(
+                f"the file holds nothing for {len(missing)} parameters of {type(model).__name__}, for example "
+                f"{missing[:3]}: it is incomplete"
+            )
+        super().after_loading(model)
 
     def _row_order(self, tensor) -> torch.Tensor | None:
         """Where each row of the model's weight stands in the file; None where it is no matter of rows."""
