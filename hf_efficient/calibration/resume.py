@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -161,7 +162,8 @@ def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def fingerprint(
     model, configs: dict[str, Any], batches: list[dict], steps: tuple, samples: Iterable[torch.Tensor]
 ) -> dict[str, str]:
-    """What must not change between an interrupted run and the one that resumes it. samples: of the weights."""
+    """What must not change between an interrupted run and the one that resumes it. samples: of the weights, or their
+    checksums."""
     schemes = {name: [scheme.method_name(), scheme.scheme()] for name, scheme in configs.items()}
     config = {field: value for field, value in model.config.to_dict().items() if field != "quantization_config"}
     data = []
@@ -180,8 +182,17 @@ def fingerprint(
     }
 
 
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """int64 [1] of all bytes of `tensor`: several times as fast as a digest of them."""
+    return torch.tensor([zlib.crc32(_stored(tensor))])
+
+
+def _stored(tensor: torch.Tensor):
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+
+
 def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return _stored(tensor).tobytes()
 
 
 def _hash(*parts: bytes) -> str:
