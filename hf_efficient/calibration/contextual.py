@@ -8,7 +8,7 @@ from hf_efficient.calibration.data import model_inputs
 from hf_efficient.calibration.model_chains import BlockwiseModel
 from hf_efficient.configs.calibration import CalibrationConfig
 from hf_efficient.configs.checks import check, is_integer, is_number
-from hf_efficient.observers.hooks import watching_inputs, watching_outputs
+from hf_efficient.observers.hooks import modes_kept, watching_inputs, watching_outputs
 from hf_efficient.pruning.contextual.layer import MOST_ROWS, Place, every_row, find_places, put
 from hf_efficient.pruning.contextual.predictor import Predictor, threshold_of_recall, threshold_of_share
 from hf_efficient.pruning.contextual.saved import ContextualSparsity
@@ -61,15 +61,13 @@ def sparsify_context(
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("contextual sparsity needs every weight in memory: load without offloading")
     before = {name: model.get_submodule(name) for place in places for name in _modules_of(place)}
-    was_training = model.training
     try:
-        return _Training(model.eval(), places, config, tokenizer, options).run()
+        with modes_kept(model):
+            return _Training(model.eval(), places, config, tokenizer, options).run()
     except BaseException:
         for name, module in before.items():
             model.set_submodule(name, module)
         raise
-    finally:
-        model.train(was_training)
 
 
 def _checked(config, keep, recall, rank) -> dict:

@@ -8,6 +8,7 @@ from transformers.utils import logging
 
 from hf_efficient.configs.calibration import CalibrationConfig
 from hf_efficient.evaluation.devices import free_memory
+from hf_efficient.observers.hooks import modes_kept
 
 
 logger = logging.get_logger(__name__)
@@ -118,14 +119,14 @@ def _sample(model, first: torch.Tensor, length: int) -> torch.Tensor:
     """Windows int64 [count, length] on the CPU that begin with `first` [count, 1]."""
     if length == 1:
         return first
-    was_training, defaults = model.training, model.generation_config
+    defaults = model.generation_config
     settings = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=length - 1, pad_token_id=0
     )
     first = first.to(model.device)
     model.generation_config = settings  # of which `generate` takes what is left out: penalties, the end of a text
     try:
-        return model.eval().generate(first, attention_mask=torch.ones_like(first), generation_config=settings).cpu()
+        with modes_kept(model):
+            return model.eval().generate(first, attention_mask=torch.ones_like(first), generation_config=settings).cpu()
     finally:
         model.generation_config = defaults
-        model.train(was_training)

@@ -13,7 +13,9 @@ from hf_efficient.compression.recovery.options import RecoveryOptions
 from hf_efficient.compression.recovery.texts import read_windows
 from hf_efficient.configs import BitNetConfig, CalibrationConfig
 from hf_efficient.configs.checks import check, check_flags, is_number
+from hf_efficient.integrations.transformers_compat import copy_attention
 from hf_efficient.layers import CompressedModule, EfficientLinear
+from hf_efficient.observers.hooks import modes_kept
 
 
 NORM_EPSILON = 1e-6
@@ -61,6 +63,8 @@ def to_bitnet(
     check(is_number(warm_up) and 0 <= warm_up <= 1, "warm_up", warm_up, "a number from 0 to 1")
     if "lora_rank" in training:
         raise ValueError("lora_rank is not supported: adapters cannot be merged into codes")
+    formats = {"dense": dense, "modules_to_not_convert": modules_to_not_convert}
+    plain, normalised = BitNetConfig(**formats), BitNetConfig(**formats, rms_norm_eps=NORM_EPSILON)
     own = {"sequence_length": sequence_length, "seed": seed, "checkpoint_dir": checkpoint_dir, "warm_up": warm_up}
     RecoveryOptions(**own, **training)  # checks them
     if any(isinstance(module, CompressedModule) for module in model.modules()):
@@ -68,11 +72,9 @@ def to_bitnet(
     start = time.perf_counter()
     windows = read_windows(texts, tokenizer, sequence_length, model, checkpoint_dir, seed)
     model_inputs(CalibrationConfig(tokens=windows), None, model)  # checks the tokens
-    kept = list(modules_to_not_convert) if modules_to_not_convert else None
-    student = _converted(model, BitNetConfig(dense=dense, modules_to_not_convert=kept), windows)
+    student = _converted(model, plain, windows)
     if norms:
-        eps = BitNetConfig(dense=dense, modules_to_not_convert=kept, rms_norm_eps=NORM_EPSILON)
-        student = _converted(model, eps, windows, [n for n, m in student.named_modules() if _is_ternary(m)])
+        student = _converted(model, normalised, windows, [n for n, m in student.named_modules() if _is_ternary(m)])
     result = recover(student, model, windows, **own, **training)
     return student, {**result, "seconds": time.perf_counter() - start}
 
@@ -90,6 +92,7 @@ def _converted(model, config: BitNetConfig, windows: torch.Tensor, normalised: S
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, state_dict=state)
         made = type(model).from_pretrained(folder, dtype=model.dtype, quantization_config=config)
+    copy_attention(model.config, made.config)
     return made.to(model.device)
 
 
@@ -102,13 +105,12 @@ def _input_sizes(model, names: Sequence[str], windows: torch.Tensor) -> dict[str
             args[0].float().square().mean(-1).sqrt().flatten()
         )
         handles.append(model.get_submodule(name).register_forward_pre_hook(hook))
-    was_training = model.training
     try:
-        model.eval()
-        for window in windows[: WINDOWS_OF_NORMS if names else 0]:
-            model(input_ids=window[None].to(model.device), use_cache=False)
+        with modes_kept(model):
+            model.eval()
+            for window in windows[: WINDOWS_OF_NORMS if names else 0]:
+                model(input_ids=window[None].to(model.device), use_cache=False)
     finally:
-        model.train(was_training)
         for handle in handles:
             handle.remove()
     return {name: torch.cat(found).median().item() for name, found in sizes.items()}

@@ -1,7 +1,5 @@
 """Perplexity over windows of a text that do not overlap, and the difference between two models paired by window."""
 
-import math
-
 import torch
 from transformers.utils import logging
 
@@ -25,7 +23,7 @@ def negative_log_likelihood(model, tokens: torch.Tensor, progress: bool = True) 
     """Mean negative log-likelihood (nats per predicted token) of every window.
 
     Args:
-        model: a causal language model of transformers.
+        model: a causal language model of transformers, in evaluation mode.
         tokens: int64 [windows, length]; the first token of a window is not predicted.
         progress: whether to show a progress bar.
 
@@ -42,8 +40,8 @@ def negative_log_likelihood(model, tokens: torch.Tensor, progress: bool = True) 
 
 
 def perplexity(nll: torch.Tensor) -> float:
-    """exp of the mean of the windows' negative log-likelihoods (float64 [windows])."""
-    return math.exp(nll.mean().item())
+    """exp of the mean of the windows' negative log-likelihoods (float64 [windows]), infinite beyond the range."""
+    return nll.mean().exp().item()
 
 
 def paired_difference(nll: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:

@@ -40,6 +40,19 @@ def watching_outputs(modules: Mapping[Any, nn.Module], see: Callable[[Any, tuple
 
 
 @contextmanager
+def modes_kept(*models: nn.Module) -> Iterator[None]:
+    """Afterwards each module of `models` is in training or evaluation mode as before, new ones as their model is."""
+    before = [(model, [(module, module.training) for module in model.modules()]) for model in models]
+    try:
+        yield
+    finally:
+        for model, modules in before:
+            model.train(modules[0][1])
+            for module, was_training in modules:
+                module.training = was_training
+
+
+@contextmanager
 def replaced_forwards(modules: Iterable[nn.Module], make: Callable[[int], Callable]) -> Iterator[None]:
     """Inside, the i-th module has `make(i)` as its forward; its attributes, hooks and class stay."""
     own = [(module, module.__dict__.get("forward")) for module in modules]

@@ -3,8 +3,10 @@ teacher writes freely, or on text that the student writes itself.
 
 `written` has models write, `student_trainer` is the loss and the `Trainer`; the rest is that of `recovery`."""
 
+import math
 import time
 
+import torch
 from torch import nn
 
 from hf_efficient.cache.stores.kv_formats import GROUPED
@@ -20,6 +22,7 @@ from hf_efficient.compression.recovery.unpacking import trainable
 from hf_efficient.compression.structured_pruning import prune_structure
 from hf_efficient.configs import CalibrationConfig
 from hf_efficient.configs.checks import check, is_collection_of, is_integer, is_number
+from hf_efficient.observers.hooks import modes_kept
 
 
 _PROJECTIONS = "distillation_projections"
@@ -83,7 +86,7 @@ def distill(
     options = RecoveryOptions(sequence_length=sequence_length, seed=seed, checkpoint_dir=checkpoint_dir, **training)
     _check(student, texts, tokenizer, prompts, max_new_tokens, on_policy)
     for name, weight in (("hidden_states", hidden_states), ("relations", relations)):
-        check(is_number(weight) and weight >= 0, name, weight, "a number, 0 or more")
+        check(is_number(weight) and 0 <= weight < math.inf, name, weight, "a number, 0 or more")
     if options.kv_format in GROUPED and prompts is not None:
         raise ValueError(
             f"kv_format={options.kv_format!r} with prompts: groups of tokens would hold padding; give texts"
@@ -126,12 +129,12 @@ def learn(
     """
     if len(rows) < options.batch_size:
         raise ValueError(f"batch_size={options.batch_size}: there are only {len(rows)} texts to learn from")
-    run = {"windows": [len(rows), sum(int(row["input_ids"].sum()) for row in rows)], "on_policy": on_policy}
-    run |= {**options.described(student, teacher, rows[0]["input_ids"][None]), **run, "hidden_states": hidden_states}
-    run |= {"relations": relations}
-    was_training, hook = (student.training, teacher.training), None
+    tokens = torch.cat([tensor for row in rows for tensor in row.values()])
+    run = {**options.described(student, teacher, tokens), "rows": len(rows), "on_policy": on_policy}
+    run |= {"hidden_states": hidden_states, "relations": relations}
+    hook = None
     try:
-        with trainable(student, teacher, keeps_codes=options.warm_up == 0):
+        with modes_kept(student, teacher), trainable(student, teacher, keeps_codes=options.warm_up == 0):
             projections = Projections(student, teacher).to(student.device) if hidden_states else None
             if projections is not None:  # the student's, so that optimizer, checkpoints and DDP take them
                 student.add_module(_PROJECTIONS, projections)
@@ -143,8 +146,6 @@ def learn(
         if hook is not None:
             hook.remove()
         student._modules.pop(_PROJECTIONS, None)
-        student.train(was_training[0])
-        teacher.train(was_training[1])
     mean = sum(len(row["input_ids"]) for row in rows) / len(rows)
     return {**result, "tokens": round(result["steps"] * options.batch_size * mean)}
 

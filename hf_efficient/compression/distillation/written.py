@@ -12,6 +12,7 @@ from hf_efficient.compression.stored_text import stored_text
 from hf_efficient.generation.decode import speculative_generate
 from hf_efficient.generation.model_traits import check_ragged
 from hf_efficient.generation.training.prompts import check_prompts
+from hf_efficient.observers.hooks import modes_kept
 
 
 _ROWS = 32  # texts that are written at once
@@ -59,7 +60,8 @@ def sample(model, prompts: torch.Tensor, mask: torch.Tensor, new: int, seed: int
         torch.manual_seed(seed % (1 << 63))
         model.generation_config = settings  # of which `generate` takes what `settings` leaves out: penalties, ...
         try:
-            return model.generate(prompts, attention_mask=mask, generation_config=settings, **own)
+            with modes_kept(model):
+                return model.eval().generate(prompts, attention_mask=mask, generation_config=settings, **own)
         finally:
             model.generation_config = defaults
 

@@ -18,6 +18,7 @@ from hf_efficient.compression.recovery.texts import read_windows, split_windows
 from hf_efficient.compression.recovery.training import train
 from hf_efficient.compression.recovery.unpacking import trainable
 from hf_efficient.configs import CalibrationConfig
+from hf_efficient.observers.hooks import modes_kept
 
 
 def recover(
@@ -112,7 +113,7 @@ def recover(
     """
     length = minutes, steps, sequence_length, batch_size
     how = learning_rate, divergence, text_share, lora_rank, checkpoint_dir, seed
-    machine = optimizer, memory_gb, gradient_checkpointing, warm_up, tuple(callbacks), kv_format, plot
+    machine = optimizer, memory_gb, gradient_checkpointing, warm_up, callbacks, kv_format, plot
     options = RecoveryOptions(*length, *how, *machine)
     check_models(model, teacher)
     start = time.perf_counter()
@@ -121,14 +122,10 @@ def recover(
     learned, held_out = split_windows(windows)
     if len(learned) < batch_size:
         raise ValueError(f"batch_size={batch_size}: the texts have only {len(learned)} windows")
-    run, was_training = options.described(model, teacher, windows), (model.training, teacher.training)
-    try:
-        with _trainable(model, teacher, options) as trained:
-            rows = [{"input_ids": window} for window in learned]
-            result = train(trained, teacher, rows, held_out, options, run)
-    finally:
-        model.train(was_training[0])
-        teacher.train(was_training[1])
+    run = options.described(model, teacher, windows)
+    with modes_kept(model, teacher), _trainable(model, teacher, options) as trained:
+        rows = [{"input_ids": window} for window in learned]
+        result = train(trained, teacher, rows, held_out, options, run)
     tokens = result["steps"] * batch_size * windows.shape[1]
     return {**result, "tokens": tokens, "seconds": time.perf_counter() - start}
 
@@ -158,8 +155,8 @@ def check_models(model, teacher) -> None:
     sizes = []
     for name, owner in (("model", model), ("teacher", teacher)):
         head = owner.get_output_embeddings()
-        if head is None:
-            raise ValueError(f"{name} ({type(owner).__name__}) has no output embedding")
+        if head is None or not owner.can_generate() or owner.config.is_encoder_decoder:
+            raise ValueError(f"{name} ({type(owner).__name__}) is no causal language model")
         sizes.append(head.out_features)
     if sizes[0] != sizes[1]:
         given = f"the teacher has a vocabulary of {sizes[1]}, the model one of {sizes[0]}"

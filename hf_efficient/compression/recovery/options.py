@@ -6,8 +6,10 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from transformers import TrainerCallback
 
 from hf_efficient.cache.stores.kv_formats import KV_FORMATS
 from hf_efficient.calibration.divergence import DIVERGENCES
@@ -15,6 +17,7 @@ from hf_efficient.compression.recovery.optimizers import OPTIMIZERS, check_optim
 from hf_efficient.compression.recovery.plot import check_plot
 from hf_efficient.compression.stored_text import fingerprint
 from hf_efficient.configs.checks import check, check_choices, check_flags, is_integer, is_number
+from hf_efficient.files import why_not_writable
 
 
 LEARNING_RATE, LORA_LEARNING_RATE = 2e-4, 1e-3  # the largest of the schedule, by default
@@ -63,6 +66,10 @@ class RecoveryOptions:
         for name in ("text_share", "warm_up"):
             value = getattr(self, name)
             check(is_number(value) and 0 <= value <= 1, name, value, "a number from 0 to 1")
+        check(is_integer(self.seed, 0) and self.seed < 1 << 32, "seed", self.seed, "an integer from 0 to 2**32 - 1")
+        are_callbacks = isinstance(self.callbacks, Sequence) and all(map(_is_callback, self.callbacks))
+        check(are_callbacks, "callbacks", self.callbacks, "a list of TrainerCallbacks")
+        check_folder(self.checkpoint_dir)
         check_optimizer(self.optimizer)
         check_plot(self.plot)
         check_processes(self.batch_size)
@@ -87,6 +94,20 @@ class RecoveryOptions:
 def check_arguments(**arguments) -> None:
     """Raises what `recover` raises for keyword arguments that no model can have."""
     RecoveryOptions(**arguments)
+
+
+def check_folder(folder) -> None:
+    """Raises ValueError for a checkpoint_dir that cannot be written."""
+    if folder is None:
+        return
+    is_path = isinstance(folder, (str, os.PathLike)) and bool(os.fspath(folder))
+    check(is_path, "checkpoint_dir", folder, "a folder")
+    if reason := why_not_writable(Path(folder) / "state"):
+        raise ValueError(f"checkpoint_dir={os.fspath(folder)!r} {reason}")
+
+
+def _is_callback(value) -> bool:
+    return isinstance(value, TrainerCallback) or (isinstance(value, type) and issubclass(value, TrainerCallback))
 
 
 def check_processes(batch_size: int) -> None:

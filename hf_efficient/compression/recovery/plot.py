@@ -5,14 +5,15 @@ import os
 from pathlib import Path
 
 from hf_efficient.compression.recovery.progress import PERPLEXITY
+from hf_efficient.configs.checks import check
 
 
 def check_plot(path) -> None:
     """Raises ImportError where plots cannot be drawn, and ValueError for a path where no PNG file can be written."""
     if path is None:
         return
-    if Path(path).suffix != ".png":
-        raise ValueError(f"plot={str(path)!r} is not supported: it must be the path of a .png file")
+    is_picture = isinstance(path, (str, os.PathLike)) and Path(path).suffix == ".png"
+    check(is_picture, "plot", path, "the path of a .png file")
     there = next(folder for folder in Path(path).absolute().parents if folder.exists())
     if Path(path).is_dir() or not there.is_dir() or not os.access(there, os.W_OK):
         raise ValueError(f"plot={str(path)!r} cannot be written: it must be a file in a folder that can be written to")

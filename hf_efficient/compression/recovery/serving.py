@@ -1,7 +1,7 @@
 """A model in training as it would be after training, to write text with."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -26,6 +26,16 @@ def trained_modules(model) -> dict[str, nn.Module]:
     return {**layers, **others}
 
 
+def put(model, modules: Mapping[str, nn.Module]) -> None:
+    """Puts each of `modules` in the place of the module of its name, under all names that this one has."""
+    places = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(id(module), []).append(name)
+    for names, module in [(places[id(model.get_submodule(name))], module) for name, module in modules.items()]:
+        for name in names:
+            model.set_submodule(name, module)
+
+
 @contextmanager
 def serving(model) -> Iterator[nn.Module]:
     """Inside, the layers of `model` that are trained are packed copies, so that it decodes as fast as it will after
@@ -34,12 +44,10 @@ def serving(model) -> Iterator[nn.Module]:
     with torch.no_grad():
         packed = {name: _copy(module) for name, module in trained.items()}
     try:
-        for name, layer in packed.items():
-            model.set_submodule(name, layer)
+        put(model, packed)
         yield model.eval()
     finally:
-        for name, module in trained.items():
-            model.set_submodule(name, module)
+        put(model, trained)
         model.train(was_training)
 
 

@@ -1,6 +1,6 @@
 """The texts of a training: windows to learn from, written by a model where none are given, and those held out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 
@@ -8,6 +8,7 @@ from hf_efficient.calibration.data import load_tokens
 from hf_efficient.calibration.own_text import own_tokens
 from hf_efficient.compression.stored_text import stored_text
 from hf_efficient.configs import CalibrationConfig
+from hf_efficient.configs.checks import is_collection_of
 
 
 HELD_OUT, MOST_HELD_OUT = 20, 8  # one window in so many is held out, and at most so many
@@ -29,7 +30,7 @@ def read_windows(texts, tokenizer, length: int, writer=None, folder=None, seed: 
         return _written(texts, writer, folder) if texts.source is None else load_tokens(texts, tokenizer)
     if isinstance(texts, torch.Tensor):
         return CalibrationConfig(tokens=texts).tokens
-    if isinstance(texts, str) or not texts:
+    if not is_collection_of(texts, str) or isinstance(texts, (Mapping, Set)):
         raise ValueError(f"texts={texts!r:.40} is not supported: it must be a list of texts, at least one")
     if tokenizer is None:
         raise ValueError("texts are given and no tokenizer: give one, or int64 tokens [windows, length]")

@@ -2,11 +2,13 @@
 transformers' `Trainer`."""
 
 import os
+import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PrinterCallback, TrainingArguments
@@ -23,6 +25,13 @@ from hf_efficient.kernels.native.heap import freed_memory_kept
 
 
 SAVE_EVERY = 50  # steps between two checkpoints
+# attributes in which transformers keeps that activations are computed again
+_CHECKPOINTING = (
+    "gradient_checkpointing",
+    "_gradient_checkpointing_func",
+    "_require_grads_hooks",
+    "_require_grads_hook",
+)
 
 
 def train(
@@ -53,7 +62,7 @@ def train(
     length, pages = max(len(row["input_ids"]) for row in rows[:64]), QuantizedPages(options.kv_format)
     if pages.is_active:
         check_attention(trained, "kv_format", options.kv_format)
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, _randomness_kept():
         training = trainer(
             trained,
             _arguments(trained, options.checkpoint_dir or scratch, length, options),
@@ -121,6 +130,9 @@ def _checkpointing(model, is_asked: bool, modes) -> Iterator[None]:
     if not is_asked:
         yield
         return
+    before = [
+        (each, {name: vars(each)[name] for name in _CHECKPOINTING if name in vars(each)}) for each in model.modules()
+    ]
     new = hasattr(model, "activation_checkpointing_enable")  # transformers 5.23 renamed it
     name = "activation_checkpointing" if new else "gradient_checkpointing"
     contexts = lambda: (nullcontext(), _inside(modes))  # noqa: E731  of the forward, and of what is computed again
@@ -129,6 +141,23 @@ def _checkpointing(model, is_asked: bool, modes) -> Iterator[None]:
         yield
     finally:
         getattr(model, f"{name}_disable")()
+        model.disable_input_require_grads()
+        for module, own in before:
+            for name in _CHECKPOINTING:
+                vars(module).pop(name, None)
+            vars(module).update(own)
+
+
+@contextmanager
+def _randomness_kept() -> Iterator[None]:
+    """Afterwards the global generators are as before: `Trainer` seeds them."""
+    python, arrays = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
 
 
 def _last_checkpoint(folder) -> str | None:

@@ -14,7 +14,7 @@ from hf_efficient.bit_linear import BitLinear
 from hf_efficient.compression.recovery.coded_experts import learns, stays
 from hf_efficient.compression.recovery.learned_norm import learned_norms
 from hf_efficient.compression.recovery.saving import save_pretrained
-from hf_efficient.compression.recovery.serving import trained_linears, trained_modules
+from hf_efficient.compression.recovery.serving import put, trained_linears, trained_modules
 from hf_efficient.compression.recovery.trained_layer import trained_layer
 from hf_efficient.integrations.transformers_layers import keep_unfused, read_outside_forward
 from hf_efficient.layers import CompressedModule, EfficientLinear
@@ -67,8 +67,7 @@ def unpack(model, teacher=None, keeps_codes: bool = True) -> None:
     made = {name: trained_layer(name, module, teacher, keeps_codes) for name, module in found.items()}
     made |= learned_norms(model, made)
     model.requires_grad_(False)
-    for name, module in made.items():
-        model.set_submodule(name, module)
+    put(model, made)
     keep_unfused(model)
     state = {key: model.__dict__.pop(key) for key in _OF_A_QUANTIZED_MODEL if key in model.__dict__}
     model._before_training = state, model.config, learned
@@ -127,8 +126,7 @@ def trainable(model, teacher=None, keeps_codes: bool = True) -> Iterator[nn.Modu
 
 
 def _restore(model, layers: dict[str, nn.Module]) -> None:
-    for name, layer in layers.items():
-        model.set_submodule(name, layer)
+    put(model, layers)
     state, model.config, learned = model.__dict__.pop("_before_training")
     for name in ("save_pretrained", "_is_accelerate_prepared"):  # accelerate sets the second one in Trainer
         model.__dict__.pop(name, None)

@@ -18,7 +18,8 @@ from hf_efficient.compression.structured_pruning.repair import repair as repair_
 from hf_efficient.compression.structured_pruning.repair import stages_of
 from hf_efficient.compression.structured_pruning.streams import Streams
 from hf_efficient.configs.calibration import CalibrationConfig
-from hf_efficient.configs.checks import check, is_number
+from hf_efficient.configs.checks import check, check_flags, is_number
+from hf_efficient.observers.hooks import modes_kept
 from hf_efficient.pruning.structured import METHODS
 
 
@@ -50,13 +51,15 @@ def prune_structure(
             text is read.
 
     Returns:
-        the smaller model, on the same device and in the same dtype, in evaluation mode.
+        the smaller model, on the same device and in the same dtype, in evaluation mode; all its parameters can learn.
 
     Raises:
         ValueError: arguments that are not allowed, a model that is not supported, a shape that it cannot have, too
             little text; before anything is computed wherever it can be known then.
     """
     check_arguments(method, remove, shape, calibration)
+    if repair is not None:
+        check_flags({"repair": repair}, "repair")
     if calibration is None and (method != "l1" or repair):
         calibration = CalibrationConfig()
     repairs = calibration is not None if repair is None else repair
@@ -64,15 +67,15 @@ def prune_structure(
         batches = [{"input_ids": torch.arange(16)[None] % model.get_input_embeddings().num_embeddings}]
     else:
         batches = model_inputs(calibration, tokenizer or _tokenizer(model, calibration), model)
-    was_training, trained = model.training, [p for p in model.parameters() if p.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad]
     try:
-        model.eval().requires_grad_(False)
-        anatomy = examine(model, batches)
-        return _build(anatomy, PruningPlan(anatomy, method, remove, shape), repairs, repairs or method == "shape")
+        with modes_kept(model):
+            model.eval().requires_grad_(False)
+            anatomy = examine(model, batches)
+            return _build(anatomy, PruningPlan(anatomy, method, remove, shape), repairs, repairs or method == "shape")
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
-        model.train(was_training)
 
 
 def _build(anatomy: Anatomy, pruning_plan: PruningPlan, repairs: bool, needs_streams: bool) -> nn.Module:
@@ -95,7 +98,7 @@ def _build(anatomy: Anatomy, pruning_plan: PruningPlan, repairs: bool, needs_str
                 repair_layer(streams, layer, kept, stages)
             streams.leave(layer)
     anatomy.chain.release()
-    return cutter.small
+    return cutter.small.requires_grad_(True)
 
 
 def check_arguments(method: str, remove=None, shape=None, calibration=None) -> None:
@@ -109,6 +112,8 @@ def check_arguments(method: str, remove=None, shape=None, calibration=None) -> N
     else:
         is_share = shape is None and is_number(remove) and 0 <= remove < 1
         check(is_share, "remove", remove, f"a share in [0, 1) for method={method!r}; shape is for 'shape'")
+    is_text = calibration is None or isinstance(calibration, CalibrationConfig)
+    check(is_text, "calibration", calibration, "a CalibrationConfig, or None for text that the model writes")
     if calibration is not None and (calibration.device or calibration.checkpoint_dir):
         raise ValueError("calibration: device and checkpoint_dir are not supported here: it runs where the model is")
 

@@ -1,6 +1,8 @@
 """Builds the smaller model: an ordinary one of the same class, filled block by block with what stays of the dense
 one."""
 
+import copy
+
 import torch
 from torch import nn
 from transformers import initialization
@@ -73,7 +75,7 @@ class Cutter:
         small.tie_weights()  # `no_init_weights` leaves that out too
         self.small = small.to(self.model.device).eval().requires_grad_(False)
         if self.model.generation_config is not None:
-            self.small.generation_config = self.model.generation_config
+            self.small.generation_config = copy.deepcopy(self.model.generation_config)
         self.prefix = anatomy.chain.names[0].rpartition(".")[0] + "."
         self.blocks = list(self.small.get_submodule(self.prefix[:-1]))
 

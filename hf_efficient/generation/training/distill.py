@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from hf_efficient.generation.drafters.draft_heads import DraftHeads
 from hf_efficient.generation.training.rows import Row, save_tensors
-from hf_efficient.generation.training.target_states import hidden_of
+from hf_efficient.generation.training.target_states import frozen, hidden_of
 
 
 DEPTH_DECAY = 0.8  # weight of a guess in the loss, relative to the guess before it
@@ -59,7 +59,7 @@ def distill(
     run = json.dumps(run, sort_keys=True)
     done, losses = _resume(folder / f"{heads.kind}.safetensors", heads, optimizers, run)
     order = _order([len(row.tokens) for row in rows], steps, count, seed)
-    with logging.tqdm(total=steps, initial=done, desc="training", unit="step") as bar:
+    with frozen(model), logging.tqdm(total=steps, initial=done, desc="training", unit="step") as bar:
         for step in range(done, steps):
             warm = min(1.0, (step + 1) / max(1, WARMUP * steps))
             rate = learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / steps))
@@ -78,11 +78,13 @@ def step_seconds(heads: DraftHeads, model, rows: list[Row]) -> float:
     """Seconds of a training step. Changes nothing."""
     heads.float().requires_grad_(True).bind(model)
     optimizers = _optimizers(heads, 0.0)
-    for _ in range(2):
-        start = time.perf_counter()
-        for progress in (0.0, 0.75):
-            _step(heads, model, rows[: batch_rows(model, len(rows))], optimizers, 0.0, heads.trained_depth(progress))
-        seconds = time.perf_counter() - start
+    with frozen(model):
+        for _ in range(2):
+            start = time.perf_counter()
+            for progress in (0.0, 0.75):
+                depth = heads.trained_depth(progress)
+                _step(heads, model, rows[: batch_rows(model, len(rows))], optimizers, 0.0, depth)
+            seconds = time.perf_counter() - start
     heads.zero_grad(set_to_none=True)
     return seconds / 2
 

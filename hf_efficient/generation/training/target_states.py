@@ -1,12 +1,31 @@
 """The hidden states that draft heads learn from: kept with the text, or computed again from it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from hf_efficient.generation.drafters.draft_heads import DraftHeads
 from hf_efficient.generation.model_traits import decoder_layers, first_position, sees_ahead
 from hf_efficient.generation.training.rows import Row
+
+
+@contextmanager
+def frozen(model) -> Iterator[None]:
+    """Inside, `model` is in evaluation mode, and no parameter of it gets a gradient."""
+    training = [module for module in model.modules() if module.training]
+    asked = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for module in training:
+            module.training = False
+        for parameter in asked:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for module in training:
+            module.training = True
+        for parameter in asked:
+            parameter.requires_grad_(True)
 
 
 def are_kept(model) -> bool:
@@ -41,7 +60,8 @@ def computed(model, tokens: torch.Tensor) -> torch.Tensor:
 
     handles = [keep(i) for i in DraftHeads.layers_read(len(layers))]
     try:
-        last = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
+        with frozen(model):
+            last = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
     finally:
         for handle in handles:
             handle.remove()

@@ -14,7 +14,7 @@ from hf_efficient.generation.drafters.draft_heads import DraftHeads
 from hf_efficient.generation.speculation.options import Speculation
 from hf_efficient.generation.training.prompts import default_prompts
 from hf_efficient.generation.training.rows import Row, save_tensors
-from hf_efficient.generation.training.target_states import are_kept
+from hf_efficient.generation.training.target_states import are_kept, frozen
 
 
 MAX_PROMPT_TOKENS = 64  # of a prompt that the model writes itself
@@ -183,7 +183,7 @@ def _generate(model, inputs, recorder: Recorder | None, seed: int, **options) ->
     if recorder is not None:
         draft = Speculation(recorder, adaptive=False)
         options |= {"custom_generate": speculative_generate, "draft_model": draft}
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), frozen(model):
         torch.manual_seed(seed)
         return model.generate(**inputs, **options)
 

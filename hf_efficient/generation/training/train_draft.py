@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import math
 import shutil
 import time
+import zlib
 from pathlib import Path
 
 import torch
@@ -97,17 +99,23 @@ def train_draft(
         ("draft_tokens", draft_tokens, 1),
         ("max_new_tokens", max_new_tokens, 3),
         ("batch_size", batch_size, 1),
+        ("seed", seed, 0),
     ):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name}={value!r}: expected an integer of at least {least}")
-    if minutes is not None and not minutes > 0:
-        raise ValueError(f"minutes={minutes}: expected more than 0, or None for no limit")
-    if not learning_rate > 0:
-        raise ValueError(f"learning_rate={learning_rate}: expected more than 0")
+    for name, value in (("minutes", minutes), ("learning_rate", learning_rate)):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (is_number and 0 < value < math.inf) and (name, value) != ("minutes", None):
+            raise ValueError(f"{name}={value!r}: expected more than 0, and a number")
+    if seed >= 1 << 32:
+        raise ValueError(f"seed={seed}: expected less than 2**32")
     if tokenizer.pad_token_id is None:
         raise ValueError("the tokenizer has no padding token: set tokenizer.pad_token")
     if prompts is not None and not prompts:
         raise ValueError("prompts is empty: give at least one, or None for the default prompts")
+    is_list = isinstance(prompts, (list, tuple)) and all(isinstance(prompt, str) for prompt in prompts)
+    if prompts is not None and not is_list:
+        raise ValueError(f"prompts={prompts!r:.60}: expected a list of strings, or None for the default prompts")
     check_ragged(model, batch_size, "model")
     decoder_layers(model)  # training reads hidden states of some
     output = Path(output)
@@ -170,7 +178,7 @@ class _Progress:
     """What a run has decided so far, in `plan.json` of its folder. Raises ValueError when another run's lies there."""
 
     def __init__(self, folder: Path, run: dict):
-        self._path, run = folder / "plan.json", {**run, "prompts": _hash(json.dumps(run["prompts"]).encode())}
+        self._path, run = folder / "plan.json", {**run, "prompts": _hash(run["prompts"])}
         if self._path.exists():
             self._values = json.loads(self._path.read_text())
         else:
@@ -193,12 +201,10 @@ class _Progress:
 
 
 def _fingerprint(model) -> str:
-    samples = [parameter.detach().flatten()[:256].cpu() for parameter in model.parameters()]
-    return _hash(
-        json.dumps([DraftHeads.describe(model), str(model.dtype)]).encode(),
-        *(sample.contiguous().view(torch.uint8).numpy().tobytes() for sample in samples),
-    )
+    tensors = (parameter.detach().cpu().contiguous().flatten() for parameter in model.parameters())
+    checksums = [zlib.crc32(tensor.view(torch.uint8).numpy()) for tensor in tensors]
+    return _hash([DraftHeads.describe(model), str(model.dtype), checksums])
 
 
-def _hash(*parts: bytes) -> str:
-    return hashlib.sha256(b"".join(parts)).hexdigest()
+def _hash(value) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
