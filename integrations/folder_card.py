@@ -1,4 +1,4 @@
-"""The card of what is no checkpoint of this package: exports, pruned models, draft heads, context predictors."""
+"""Cards of folders other than checkpoints of this package: exports, pruned models, draft heads, context predictors."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The record that a command of `hf-efficient` leaves beside what it wrote: `push` tells it on the card."""
+"""The record that a command of `hf-efficient` writes beside its output, and that `push` shows on the card."""
 
 import json
 from pathlib import Path

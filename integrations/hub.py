@@ -1,4 +1,4 @@
-"""What this package writes goes to the Hub, or to a folder that stands for it, whole and with a card."""
+"""Publishes what this package writes, with a card: on the Hub, or in a local folder in its place."""
 
 import hashlib
 import json

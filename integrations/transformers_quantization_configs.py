@@ -1,4 +1,4 @@
-"""How transformers reads the `quantization_config` of a checkpoint, and what it makes of it and the caller's.
+"""How transformers reads the `quantization_config` of a checkpoint, and merges it with the caller's.
 
 Touches the insides of transformers in two places. `PreTrainedConfig.get_config_dict`: `from_pretrained` takes the
 config of a part of a composite model (a CLIP tower) out of its dict and leaves `quantization_config`, which is the

@@ -1,4 +1,4 @@
-"""What our quantizers have transformers do to weights on their way into a model."""
+"""The conversions that transformers applies to weights as it loads them, for the quantizers of this package."""
 
 import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter, _IdentityOp

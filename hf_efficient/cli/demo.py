@@ -1,4 +1,4 @@
-"""`hf-efficient demo`: what `hf-efficient run` measures, of a small real model: int8, and int4 with some minutes."""
+"""`hf-efficient demo`: runs `hf-efficient run` on a small real model, in int8 and in int4 with quality="balanced"."""
 
 import argparse
 

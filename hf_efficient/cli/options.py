@@ -1,4 +1,4 @@
-"""Options that several commands have, and what was given for them."""
+"""Options that several commands share, and their parsed values."""
 
 import argparse
 

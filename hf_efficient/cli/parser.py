@@ -1,4 +1,4 @@
-"""What `hf-efficient` can be asked: its commands, by task, and their options."""
+"""The parser of `hf-efficient`: its commands, by task, and their options."""
 
 import argparse
 import importlib

@@ -1,4 +1,4 @@
-"""`hf-efficient recover`: trains a compressed or pruned model against the model from before, under its codes and
+"""`hf-efficient recover`: trains a compressed or pruned model on the original model's predictions, under its codes and
 masks."""
 
 import argparse

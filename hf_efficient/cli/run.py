@@ -1,4 +1,4 @@
-"""`hf-efficient demo` and `hf-efficient run`: a model as it is and compressed, measured in one run, and the report."""
+"""`hf-efficient demo` and `hf-efficient run`: measure a model uncompressed and compressed in one run, and report it."""
 
 import argparse
 import importlib.util

@@ -1,4 +1,4 @@
-"""Results for people: tables drawn on a terminal, Markdown as it is in a pipe."""
+"""Results for people: drawn tables on a terminal, plain Markdown in a pipe."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Whose a training is: fingerprints of models, and files of text that say who wrote it and how."""
+"""Identifies a training: fingerprints of its models, and text files that record which model wrote them and how."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""How good a loaded model is: perplexity, and tasks of lm-evaluation-harness."""
+"""The accuracy of a loaded model: perplexity, and tasks of lm-evaluation-harness."""
 
 import importlib.metadata
 

@@ -1,4 +1,4 @@
-"""Where the experts of a layer lie while they are not on the device: in host memory, or in a mapped file."""
+"""Storage for the experts of a layer that are not on the device: host memory, or a mapped file."""
 
 import functools
 import uuid

@@ -1,4 +1,4 @@
-"""What formats share whose weights are unsigned codes of few bits with a scale for each group."""
+"""The base of formats whose weights are unsigned codes of few bits with a scale for each group."""
 
 import torch
 

@@ -1,1 +1,1 @@
-"""Makes prompts shorter: a small model says which tokens a large one needs least."""
+"""Shortens prompts: a small model finds the tokens that a large one needs least."""

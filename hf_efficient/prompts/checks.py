@@ -1,4 +1,4 @@
-"""What `PromptCompressor.compress` is asked for, checked before work starts."""
+"""Checks of the arguments of `PromptCompressor.compress`, before work starts."""
 
 from hf_efficient.prompts.groups import Group
 from hf_efficient.prompts.prompt import Prompt

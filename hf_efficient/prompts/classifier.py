@@ -1,4 +1,4 @@
-"""LLMLingua-2: a token classifier says with which probability each token of a prompt stays.
+"""LLMLingua-2: a token classifier predicts the probability that each token of a prompt stays.
 
 Published checkpoints are XLM-RoBERTa or multilingual BERT with a token classification head, label 1 for what stays
 (https://arxiv.org/abs/2403.12968).

@@ -1,4 +1,4 @@
-"""`PromptCompressor`: leaves out of a prompt what a small model finds least worth reading."""
+"""`PromptCompressor`: drops the words of a prompt that carry least information for a small model."""
 
 from dataclasses import dataclass, field
 

@@ -1,5 +1,5 @@
-"""Linear layers whose weight is read by other code than their own forward: a compressed weight is not there to be
-read."""
+"""Linear layers whose weight is read by code outside their forward. They cannot be compressed: that code needs the
+dense weight."""
 
 import contextlib
 import copy

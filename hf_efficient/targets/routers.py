@@ -1,4 +1,4 @@
-"""Routers of mixtures, which choose the experts of a token: a rounding there changes which weights it meets."""
+"""Routers of mixtures, which select the experts of a token: rounding them would select other experts."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Compressed layers without tensors in the place of a model's ordinary ones, on the meta device."""
+"""Replaces a model's ordinary layers by compressed ones on the meta device, which have no data yet."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint of ours hold of each weight, read from their headers before anything is loaded."""
+"""Which tensors the files of a checkpoint of this package have for each weight, read from headers before loading."""
 
 from dataclasses import dataclass, field
 

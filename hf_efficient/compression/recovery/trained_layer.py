@@ -1,4 +1,4 @@
-"""Chooses what takes the place of a layer while it is trained."""
+"""Chooses the trainable layer that replaces a layer during training."""
 
 import torch
 from torch import nn

@@ -1,5 +1,5 @@
-"""What of a decoder can be cut, found by running it: its blocks, their coupled groups, and the axes of the residual
-stream."""
+"""The prunable structures of a decoder, found by running it: its blocks, their coupled groups, and the axes of the
+residual stream."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Least squares for the linears that are left: makes up for what was cut in their block, and for errors of earlier
+"""Fits the remaining linears by least squares, to compensate for the pruning of their block and for errors of earlier
 blocks.
 
 The linears of a block are solved one stage (linears that read one tensor) after another, on the inputs that the smaller

@@ -1,4 +1,4 @@
-"""One pass over the calibration text that says which layers stay, and which part of the residual stream."""
+"""One pass over the calibration text that chooses which layers, and which part of the residual stream, stay."""
 
 from contextlib import ExitStack
 
