@@ -1,4 +1,4 @@
-"""Layers of transformers' models that are not read as their class says."""
+"""Layers of transformers' models whose weight is read by other code than their own forward."""
 
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""`hf-efficient distill`: a smaller model learns from a larger one, which may be made smaller first."""
+"""`hf-efficient distill`: trains a given student, or one made by pruning the teacher, on the teacher's predictions."""
 
 import argparse
 

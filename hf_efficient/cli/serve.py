@@ -1,4 +1,4 @@
-"""`hf-efficient serve`: `transformers serve` with this plugin, which is told beforehand what it may take."""
+"""`hf-efficient serve`: `transformers serve` with this plugin, and with memory limits that are checked beforehand."""
 
 import argparse
 import json

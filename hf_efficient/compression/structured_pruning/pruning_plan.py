@@ -1,4 +1,4 @@
-"""What stays of a model: its shape, the layers, the basis of the residual stream, and the units of every block."""
+"""What pruning keeps of a model: its shape, layers, basis of the residual stream, and the units of every block."""
 
 import torch
 from torch import nn
