@@ -110,7 +110,8 @@ class EvictionPolicy:
     """How many tokens each layer keeps: `PagedCache(model.config, eviction=EvictionPolicy(SnapKV(), budget=0.5))`.
 
     Args:
-        scorer: a `Scorer`.
+        scorer: which tokens stay: `SinkWindow`, `HeavyHitter`, `TOVA`, `SnapKV`, `ExpectedAttention`, `KeyNorm`,
+            `Distinctive` or `AdaKV`, or a `Scorer` of your own.
         budget: tokens that a key head keeps on average: an int, or a float between 0 and 1, the share of the tokens
             seen, which is never less than the scorer's sinks and recent tokens.
         when: "prefill": after a prompt, which is the first forward and every later one of more than 64 columns (a

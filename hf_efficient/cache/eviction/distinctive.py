@@ -23,7 +23,7 @@ class Distinctive(ExpectedAttention):
     Args:
         weight: of the second rank, from 0 (the order of Expected Attention) to 1.
         window, future: see `ExpectedAttention`.
-        recent: see `Scorer`.
+        recent: last tokens that always stay.
     """
 
     def __init__(self, weight: float = 0.7, window: int = 512, future: int = 512, recent: int = 64):

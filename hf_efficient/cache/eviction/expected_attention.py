@@ -16,7 +16,7 @@ class ExpectedAttention(Scorer):
     Args:
         window: last queries from which the distribution is estimated.
         future: positions ahead over which the rotary embedding is averaged.
-        recent: see `Scorer`.
+        recent: last tokens that always stay.
     """
 
     sinks = 4

@@ -11,7 +11,7 @@ class HeavyHitter(Scorer):
     Paper: Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference (2306.14048).
 
     Args:
-        recent: see `Scorer`; half of the budget where that is more.
+        recent: last tokens that always stay; half of the budget where that is more.
     """
 
     accumulates = True

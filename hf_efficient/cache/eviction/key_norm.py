@@ -11,7 +11,7 @@ class KeyNorm(Scorer):
     Paper: Devoto et al., A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression (2406.11430).
 
     Args:
-        recent: see `Scorer`.
+        recent: last tokens that always stay.
     """
 
     def score(self, view: View) -> torch.Tensor:

@@ -11,7 +11,7 @@ class TOVA(Scorer):
     Paper: Oren et al., Transformers are Multi-State RNNs (2401.06104).
 
     Args:
-        recent: see `Scorer`.
+        recent: last tokens that always stay.
     """
 
     window = 1
