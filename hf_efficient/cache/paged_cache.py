@@ -114,6 +114,7 @@ class PagedCache(DecodeStepMixin, MovesMixin, Cache):
 
     @property
     def block_size(self) -> int:
+        """Tokens of a block."""
         return self.state.pool.block_size
 
     @property
@@ -159,6 +160,7 @@ class PagedCache(DecodeStepMixin, MovesMixin, Cache):
 
     @property
     def batch_size(self) -> int:
+        """Sequences in the cache; -1 before first use."""
         return len(self.state.pool.lengths) or -1
 
     @functools.cached_property
