@@ -2,8 +2,8 @@
 can change.
 
 PEFT has no registry of layers that outlives one config, so importing this wraps the methods that all its tuners pass
-through: injection, merging, and the trainable copies of `modules_to_save`. It happens by itself when `peft` is
-    imported.
+through: injection, merging, saving, and the trainable copies of `modules_to_save`. It happens by itself when `peft` is
+imported.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from peft import LNTuningConfig, LoraConfig, PeftModel
 from peft.tuners.lora import layer as lora
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils import save_and_load
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
@@ -46,6 +47,7 @@ def register() -> None:
     BaseTuner.unload = _unloading(BaseTuner.unload)
     BaseTunerLayer.weight = property(_weight_of_base(BaseTunerLayer.weight.fget))
     ModulesToSaveWrapper.update = _copying_dense(ModulesToSaveWrapper.update)
+    save_and_load.has_valid_embedding_base_layer = _that_is_dense(save_and_load.has_valid_embedding_base_layer)
     TrainableTokensLayer.update_layer = _with_dense_rows(TrainableTokensLayer.update_layer)
 
 
@@ -234,6 +236,15 @@ def _copying_dense(original):
         return original(self, adapter_name, tied_module=tied_module, **kwargs)
 
     return update
+
+
+def _that_is_dense(original):
+    @functools.wraps(original)
+    def has_valid_embedding_base_layer(layer):
+        """PEFT saves the base of an adapted embedding, too; codes fit no other model."""
+        return original(layer) and not isinstance(layer.base_layer, CompressedModule)
+
+    return has_valid_embedding_base_layer
 
 
 def _with_dense_rows(original):

@@ -213,9 +213,8 @@ class WeightOnlyConfig(CompressionConfig):
         if codebook == "kmeans":
             check(bits < 6, "bits", bits, "2, 3 or 4 for codebook='kmeans'")
         served = {"rtn": True, "gptq": True, "kmeans": codebook == "kmeans", "yaqa": codebook in (None, "trellis")}
-        others = "rtn, gptq or yaqa" if codebook == "trellis" else "rtn or gptq"
-        is_served = served.get(method, codebook is None)
-        check(is_served, "method", method, f"one that serves codebook={codebook!r}: {others}")
+        methods = [name for name in available_methods() if served.get(name, codebook is None)]
+        check(method in methods, "method", method, f"one that serves codebook={codebook!r}: {methods}")
         if method == "hqq":
             check(not scheme["symmetric"], "symmetric", True, "False for method='hqq', which chooses zero points")
         check_choices(scheme, zero_point=ZERO_POINTS, scale_dtype=(*SCALE_DTYPES, None))

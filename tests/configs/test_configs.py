@@ -47,7 +47,7 @@ from hf_efficient.configs import module_matches
         (dict(bits=1), ["bits=1", "(2, 3, 4, 6, 8)"]),
         (dict(double_quantization=True), ["double_quantization=True", "codebook"]),
         (dict(codebook="nf4", method="awq"), ["method='awq'", "nf4"]),
-        (dict(method="kmeans"), ["method='kmeans'"]),
+        (dict(method="kmeans"), ["method='kmeans'", "codebook=None: ['awq', ", "'yaqa']"]),
         (dict(method="hqq", symmetric=True), ["symmetric=True", "False for method='hqq'"]),
         (dict(rotate=1), ["rotate=1"]),
         (dict(calibration="text"), ["calibration='text'", "CalibrationConfig"]),

@@ -42,6 +42,17 @@ def test_lora(name, targets, tmp_path):
     assert torch.equal(logits(again.unload()), logits(load(folder(name), **EMBEDDED)))
 
 
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_an_adapter_of_an_embedding_holds_no_codes(target, tmp_path):
+    """It is loaded on the model as it was before it was compressed, or in other bits."""
+    model = adapted(target_modules=[target])
+    model.save_pretrained(tmp_path)
+    assert all("lora" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+    dense = load(folder("llama_tied"), **EMBEDDED).dequantize()
+    dense = PeftModel.from_pretrained(dense, tmp_path).eval()
+    assert_close(logits(dense), logits(model), 2e-5, 1e-3, "the same weights through other operators")
+
+
 def test_lora_adds_to_the_rows_as_it_does_to_dense_ones():
     model = adapted(target_modules=["embed_tokens"])
     dense = load(folder("llama_tied"), **EMBEDDED)
