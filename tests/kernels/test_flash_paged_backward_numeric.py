@@ -7,6 +7,7 @@ from paged_caches import assert_same, cumulative
 from test_flash_paged_options_numeric import OPTIONS, chosen
 
 from hf_efficient.kernels import flash_paged as fp
+from hf_efficient.kernels.flash_paged import backward
 
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
@@ -88,6 +89,24 @@ def test_rows_apart_and_twice_the_same(kernel_device):
     for one, other, plain in zip(first[:3], second[:3], expected[:3]):
         assert_same(one, other, "twice")
         assert_same(one, plain, "apart")
+
+
+class Launches(list):
+    """In the place of a kernel: the grids that it is launched with."""
+
+    def __getitem__(self, grid):
+        self.append(grid)
+        return lambda *arguments, **options: None
+
+
+def test_grids_of_many_sequences(kernel_device, monkeypatch):
+    """Behind the first dimension a grid ends at 65535: here are 80,000 heads of sequences."""
+    launches = Launches()
+    for kernel in ("delta_kernel", "queries_kernel", "keys_kernel"):
+        monkeypatch.setattr(backward, kernel, launches)
+    x = torch.zeros(40000, 1, 2, 16, device=kernel_device)
+    fp.flash_attn_backward(x, x, x, x, x, x.new_zeros(40000, 2, 1))
+    assert len(launches) == 3 and all(max(grid[1:], default=1) <= 65535 for grid in launches)
 
 
 @pytest.mark.gpu

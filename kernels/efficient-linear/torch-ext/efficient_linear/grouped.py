@@ -30,11 +30,12 @@ def grouped_kernel(
     BITS: tl.constexpr, GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, UPCAST: tl.constexpr, PTX: tl.constexpr, QUADS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row blocks, token blocks): the token blocks of expert 0, then those of expert 1 ..., as many as the rows of
-    each need, found from offsets int32 [E + 1]; the blocks behind the last one have nothing to do. Row blocks of one
+    """Grid (token blocks * row blocks): the token blocks of expert 0, then those of expert 1 ..., as many as the rows
+    of each need, found from offsets int32 [E + 1]; the blocks behind the last one have nothing to do. Row blocks of one
     token block are neighbours in time: they share its tokens, and every weight is read once where its expert has up to
-    BLOCK_M rows."""
-    row_block, token_block = tl.program_id(0), tl.program_id(1)
+    BLOCK_M rows. (The second dimension of a grid ends at 65535.)"""
+    row_blocks = tl.cdiv(N, BLOCK_N)
+    row_block, token_block = tl.program_id(0) % row_blocks, tl.program_id(0) // row_blocks
     experts = tl.arange(0, BLOCK_E)
     starts = tl.load(offsets_ptr + experts, mask=experts < E, other=0)
     ends = tl.load(offsets_ptr + experts + 1, mask=experts < E, other=0)
@@ -161,7 +162,7 @@ def _multiply(x, packed, scale, zero_point, bias, offsets, *, bits, group_size, 
     tile = choose_tile(max(1, min(256, rows // experts)), x.dtype == torch.float32, bits)
     token_blocks = rows // tile.block_m + min(rows, experts)  # at most: every expert may end in a part of one
     with _on(x.device):
-        grouped_kernel[(triton.cdiv(out_features, tile.block_n), token_blocks)](
+        grouped_kernel[(triton.cdiv(out_features, tile.block_n) * token_blocks,)](
             x, packed, scale, zero_point, bias, out, offsets, out_features, in_features, x.stride(0), packed.stride(0),
             *_expert_strides(scale), *_expert_strides(zero_point),
             magic=MAGIC_FLOAT16 if x.dtype == torch.float16 else MAGIC_BFLOAT16, E=experts,

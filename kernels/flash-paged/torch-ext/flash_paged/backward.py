@@ -46,6 +46,15 @@ def _score_gradients(
 
 
 @triton.jit
+def _place(seqlen, heads, BLOCK: tl.constexpr):
+    """(block of tokens, head, sequence) of a program; the blocks of a head follow each other. All lie in the first
+    dimension of the grid: the others end at 65535."""
+    blocks = tl.cdiv(seqlen, BLOCK)
+    pair = tl.program_id(0) // blocks
+    return tl.program_id(0) % blocks, (pair % heads).to(tl.int64), (pair // heads).to(tl.int64)
+
+
+@triton.jit
 def _sequence(cu_seqlens, seqlen, sequence):
     """(first token, tokens) of a sequence: of packed ones, or of rows of `seqlen` tokens."""
     first = sequence * seqlen
@@ -76,15 +85,14 @@ def delta_kernel(
     VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """delta [M]: out times its gradient, summed over a head's channels, less the gradient of the log-sum-exp."""
-    head = tl.program_id(1) % heads
-    sequence = (tl.program_id(1) // heads).to(tl.int64)
+    block, head, sequence = _place(seqlen_q, heads, BLOCK_M)
     first, queries = _sequence(cu_seqlens_q, seqlen_q, sequence)
-    start = tl.program_id(0) * BLOCK_M
+    start = block * BLOCK_M
     if start >= queries:
         return
     m = start + tl.arange(0, BLOCK_M)
     of_packed = first if cu_seqlens_q is not None else 0
-    grad_out += sequence * stride_gb + of_packed * stride_gt + head.to(tl.int64) * stride_gh
+    grad_out += sequence * stride_gb + of_packed * stride_gt + head * stride_gh
     given = load_rows(grad_out + m.to(tl.int64) * stride_gt, m < queries, True, VALUE_DIM, BLOCK_DV).to(tl.float32)
     own = load_rows(_rows(out, first, start, heads, head, VALUE_DIM, BLOCK_M), m < queries, True, VALUE_DIM, BLOCK_DV)
     value = tl.sum(own.to(tl.float32) * given, 1)
@@ -106,10 +114,9 @@ def keys_kernel(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """The gradients of BLOCK_N keys and values of one key head."""
-    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
-    sequence = (tl.program_id(1) // kv_heads).to(tl.int64)
+    block, kv_head, sequence = _place(seqlen_k, kv_heads, BLOCK_N)
     first_k, length = _sequence(cu_seqlens_k, seqlen_k, sequence)
-    start_n = tl.program_id(0) * BLOCK_N
+    start_n = block * BLOCK_N
     if start_n >= length:
         return
     first_q, queries = _sequence(cu_seqlens_q, seqlen_q, sequence)
@@ -172,10 +179,9 @@ def queries_kernel(
 ):  # fmt: skip
     """The gradients of BLOCK_M queries of one head, and what each query adds to that of the head's sink: its weight
     times -delta."""
-    head = (tl.program_id(1) % heads).to(tl.int64)
-    sequence = (tl.program_id(1) // heads).to(tl.int64)
+    block, head, sequence = _place(seqlen_q, heads, BLOCK_M)
     first_q, queries = _sequence(cu_seqlens_q, seqlen_q, sequence)
-    start_m = tl.program_id(0) * BLOCK_M
+    start_m = block * BLOCK_M
     if start_m >= queries:
         return
     first_k, length = _sequence(cu_seqlens_k, seqlen_k, sequence)
@@ -260,7 +266,7 @@ def attend_backward(
             GROUP=heads // kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_D=block_d, BLOCK_DV=block_dv,
             HAS_LEFT=window[0] >= 0, HAS_RIGHT=window[1] >= 0, SOFTCAP=softcap > 0,
         )  # fmt: skip
-        grid_q = triton.cdiv(max_seqlen_q, of_queries.block_m), heads * batch
+        grid_q = (triton.cdiv(max_seqlen_q, of_queries.block_m) * heads * batch,)
         with launch_device(q):
             delta_kernel[grid_q](
                 out, grad_out, grad_lse, delta, cu_seqlens_q, *token_strides(grad_out), *lse_strides(grad_lse),
@@ -272,7 +278,7 @@ def attend_backward(
                 *strides, max_seqlen_q, max_seqlen_k, heads, *numbers, **options, **_tiles(of_queries),
             )  # fmt: skip
             if max_seqlen_k:
-                keys_kernel[triton.cdiv(max_seqlen_k, of_keys.block_n), kv_heads * batch](
+                keys_kernel[(triton.cdiv(max_seqlen_k, of_keys.block_n) * kv_heads * batch,)](
                     q, k, v, grad_out, lse, delta, grad_k, grad_v, alibi_slopes, cu_seqlens_q, cu_seqlens_k,
                     *strides, max_seqlen_q, max_seqlen_k, kv_heads, *numbers, **options, **_tiles(of_keys),
                 )  # fmt: skip
