@@ -111,6 +111,11 @@ class CodebookFormat(GroupedCodes):
         codes = codes.flatten()[: scale.numel()].view(scale.shape)
         return {"scale_codes": codes, "scale_scale": step, "scale_mean": mean.view(1)}
 
+    def check(self, tensors, in_features):
+        super().check(tensors, in_features)
+        if "scale_codes" in tensors and not self.scale(tensors).isfinite().all():
+            raise ValueError("scale_codes stand for scales that are not finite")
+
     def scale(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         """The scales as stored: float32 [..., N, G]."""
         if self.codebook == "mxfp4":

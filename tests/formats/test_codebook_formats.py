@@ -141,6 +141,22 @@ def test_bits_per_weight():
     assert CodebookFormat("kmeans", 3, 64).bits_per_weight(*shape) == 3.25 + 8 * 16 / 576**2
 
 
+@pytest.mark.parametrize(
+    "format, part, value",
+    [
+        (CodebookFormat("mxfp4", 4, 32), "scale_codes", 255),  # NaN in E8M0
+        (CodebookFormat("nvfp4", 4, 16), "scale_scale", 1e38),
+        (CodebookFormat("nf4", 4, 64, True), "scale_scale", 1e38),
+    ],
+)
+def test_scales_that_are_not_finite_are_refused(format, part, value):
+    tensors = format.round(torch.randn(3, 64))
+    format.check(tensors, 64)
+    tensors[part] = torch.full_like(tensors[part], value)
+    with pytest.raises(ValueError, match="scale_codes stand for scales that are not finite"):
+        format.check(tensors, 64)
+
+
 def test_double_quantization_costs_little():
     weight = torch.randn(64, 256) * torch.rand(64, 1).exp()
     errors = []
