@@ -27,8 +27,8 @@ _MEASURED_TOKENS = 64  # of a forward at least, so that its time says what a pro
 class PrefixCache:
     """Keeps keys and values of prompts and answers for later generations of one model.
 
-    A prompt that begins like an earlier one (a shared system prompt, the next turn of a chat) runs only from where it
-    differs:
+    Of a prompt that begins like an earlier one (a shared system prompt, the next turn of a chat), only the tokens from
+    the first difference on are computed:
 
     >>> prefix = PrefixCache(model, num_blocks=256)
     >>> for inputs in prompts:
@@ -38,20 +38,20 @@ class PrefixCache:
     1
 
     Every forward over such a cache stores the blocks that it completes, of prompts and of generated tokens. A forward
-    whose tokens are stored already is cut: the stored blocks are copied into the cache, and the model runs on the
-    columns that are left, at least `logits_to_keep` of them. Its output is that of the whole forward up to the rounding
-    of a shorter one. The sequences of a batch are cut at one column, where the first of them differs.
+    whose first tokens are stored is shortened: the stored blocks are copied into the cache, and the model runs on the
+    remaining columns, at least `logits_to_keep` of them. Its output equals that of the whole forward up to rounding.
+    The sequences of a batch are shortened by the same number of columns, up to the first difference in any of them.
 
-    Forwards are neither cut nor stored, but counted as `bypassed` in `stats()`, with inputs other than token ids, 2-D
-    masks and positions (embeddings, images, packed sequences, 4-D masks), with an adapter for each sequence, in
-    training mode, and with padding under an attention implementation that does not read pages. A forward that asks for
-    the logits of every column (`logits_to_keep=0`, the default of a direct call), for hidden states, attentions or a
-    loss is stored and not cut. What a compiled forward or a replayed CUDA graph appends is not stored, nor what follows
-    it.
+    These forwards are neither shortened nor stored, and are counted as `bypassed` in `stats()`: those with inputs other
+    than token ids, 2-D masks and positions (embeddings, images, packed sequences, 4-D masks), those with an adapter for
+    each sequence, those in training mode, and those with padding under an attention implementation that does not read
+    pages. A forward that returns the logits of every column (`logits_to_keep=0`, the default of a direct call), hidden
+    states, attentions or a loss is stored but not shortened. Tokens that a compiled forward or a replayed CUDA graph
+    appends are not stored, nor is what follows them.
 
-    Active and merged adapters, autocast and changed weights are told apart. Other changes need a `clear()`: hooks that
-    are added or removed, other attributes of modules, and weights that are changed through `.data`, as by PEFT when it
-    unmerges, which rounds them.
+    Changes of active and merged adapters, autocast and weights are noticed. Other changes need a `clear()`: hooks that
+    are added or removed, other attributes of modules, and weights that are changed through `.data` (as PEFT does when
+    it unmerges, with rounding).
 
     Several threads may use one PrefixCache (on CUDA: on one stream).
 

@@ -13,15 +13,15 @@ from hf_efficient.cache.stores.tiered import TieredStore
 
 
 class Offload:
-    """Memory that several `PagedCache`s share. The results have the same bits as without it where forwards are not
-    compiled. (On an accelerator `generate` compiles those over a pool of fixed size, and never with an `Offload`.)
+    """Limits the device memory of several `PagedCache`s: pages beyond it move to the host or the disk. The results have
+    the same bits as without it where forwards are not compiled. (On an accelerator `generate` compiles those over a
+    pool of fixed size, and never with an `Offload`.)
 
-    When more pages are on a device than may stay there, those leave that are needed last: first the layers of the
-    caches that ran longest ago (a chat parked while others run), then of the running cache the layer that it has just
-    used (a context larger than the device). Each layer is brought back while the one before it computes, on a CUDA
-    device by asynchronous copies from pinned memory on a stream of their own. Only blocks that changed are copied out
-    again. Every decode step waits for the bytes that it has to bring back to cross the bus. Caches that share an
-    `Offload` must run in one thread.
+    When the pages on a device exceed the limit, those that are needed last leave: first the layers of the caches that
+    ran longest ago (idle chats), then the layer that the running cache has just used (a context larger than the
+    device). Each layer is copied back while the layer before it computes; on a CUDA device asynchronously, from pinned
+    memory, on a separate stream. Only blocks that changed are copied out again. A decode step waits for the transfer of
+    the bytes that it needs. Caches that share an `Offload` must run in one thread.
 
     >>> offload = Offload("4GB")
     >>> chats = [PagedCache(model.config, offload=offload) for _ in range(10)]

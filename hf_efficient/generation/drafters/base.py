@@ -25,7 +25,7 @@ class Drafter(ABC):
     reads_hidden: `begin` and `accept` are given hidden states of the target: what its output head reads, concatenated
         with the outputs of the decoder layers `reads_layers` (indices from 0).
     reads_logits: `observe` is called.
-    watches: `stirs` is called in steps in which drafts rest, so `begin` and `accept` have to be cheap.
+    watches: `stirs` is called in steps in which drafting pauses, so `begin` and `accept` must be cheap.
     """
 
     max_tokens: int
@@ -70,8 +70,8 @@ class Drafter(ABC):
         not even the last token was read."""
 
     def stirs(self) -> int:
-        """Whether drafts may pay again, by the tokens accepted since the last question: how many in a row have come a
-        second time, 0 for too few. A look that takes microseconds, where a proposal would take a share of a forward."""
+        """Whether drafts may pay again, by the tokens accepted since the last call: how many in a row have occurred
+        before, 0 for too few. This takes microseconds, where a proposal would take a share of a forward."""
         return 0
 
     @abstractmethod
