@@ -28,10 +28,10 @@ class PromptLookup(Drafter):
 
     Where several continuations were seen, the proposal is a tree of them, grown from the most probable node; the latest
     and the most frequent are the most probable. A copy continues into its own output, so a repeated phrase is drafted
-    to full length. Of an encoder-decoder, the text that the encoder read is looked up, too. Sequences with the same
-    prompt, such as samples of it, look into each other where that matches further. How often matches of each
-    length are right is learned from every sequence, for later calls too.
-    Takes no model; O(nodes) a step and sequence, and O(1) amortised a token, on the host.
+    to full length. For an encoder-decoder, the encoder's text is searched, too. Sequences with the same prompt, such
+    as samples of it, are also searched for longer matches. How often matches of each length are right is learned from
+    every sequence, for later calls too. Needs no model; O(nodes) per step and sequence, and O(1) amortised per token,
+    on the host.
 
     `generate(prompt_lookup_num_tokens=n)` is `PromptLookup(n)`, with `max_matching_ngram_size` for `max_ngram`.
 
