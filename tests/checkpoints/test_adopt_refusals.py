@@ -148,6 +148,18 @@ def test_biases_of_zeros_are_no_weights(tmp_path):
     assert load(tmp_path).get_submodule("model.layers.0.mlp.up_proj").bias is None
 
 
+def test_scales_of_a_quantized_cache_are_passed_over(tmp_path):
+    write(tmp_path, layouts.packed)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_proj.output_scale"] = torch.ones(1)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"k_proj\.output_scale is F32 \(1,\), which hf_efficient does not read"):
+        load(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    layouts.rewrite_config(tmp_path, quantization_config={**config, "kv_cache_scheme": {"num_bits": 8}})
+    assert isinstance(load(tmp_path).get_submodule("model.layers.0.self_attn.k_proj"), EfficientLinear)
+
+
 def test_factors_of_an_activation_are_refused(tmp_path, computes_nothing):
     """AutoAWQ divides what some activation functions give."""
     layouts.write(tmp_path, tiny_model("llama", num_hidden_layers=1), layouts.awq, torch.float16)

@@ -40,6 +40,8 @@ class CompressedTensors(Foreign):
 
     def __init__(self, saved):
         super().__init__(saved)
+        if saved.get("kv_cache_scheme"):  # scales of a quantized cache, under the layers that fill it
+            self.unread = ("output_scale", "output_zero_point")
         if (saved.get("sparsity_config") or {}).get("format", "dense") != "dense":
             one_of("sparsity_config.format", saved["sparsity_config"]["format"], ("dense",))
         self.groups, self._patterns = quantized_groups(saved), TargetPatterns("config_groups.targets")
