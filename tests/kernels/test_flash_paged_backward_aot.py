@@ -1,9 +1,11 @@
 """The backward kernels of flash_paged compiled for four GPUs: they build, spill nothing, fit the shared memory and use
 the matrix instructions."""
 
+from dataclasses import replace
+
 import aot
 import pytest
-from test_flash_paged_aot import DTYPES, KIND, MATRIX_INSTRUCTION, SHARED, build, check
+from test_flash_paged_aot import DTYPES, KIND, MATRIX_INSTRUCTION, SHARED, UNALIGNED, build, check
 
 from hf_efficient.kernels.flash_paged import backward, config
 
@@ -45,3 +47,11 @@ def test_every_option(name, target, dim, dtype):
     """Without HGMMA at 256 channels: tiles of the 64 rows that it multiplies spill there."""
     compiled = compile_backward(KERNELS[name], target, dim, dtype, options=True, packed=True)
     assert compiled.local_bytes == 0 and compiled.shared <= SHARED[target] * 1024, compiled
+
+
+@pytest.mark.parametrize("target", ["sm_80", "gfx942"])
+def test_what_outputs_and_their_gradients_give(target):
+    tile = replace(config.backward_config(DTYPES["bf16"], 128, KIND[target])[0], num_warps=4)
+    pointers = {"out": "*bf16", "grad_out": "*bf16", "grad_lse": "*fp32", "delta": "*fp32", "cu_seqlens_q": "*i32"}
+    constexprs = {"VALUE_DIM": 128, "BLOCK_M": tile.block_m, "BLOCK_DV": 128}
+    check(build(backward.delta_kernel, constexprs, pointers, target, tile, (*UNALIGNED, "stride_db", "stride_dh")))

@@ -12,7 +12,6 @@ byte. The code of a row is the bits between its window and that of the next row.
 import functools
 
 import torch
-import torch.nn.functional as F
 
 
 TRELLIS_BITS = (1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5)
@@ -86,8 +85,3 @@ def unpack_trellis(qweight: torch.Tensor, bits: float, out_features: int) -> tor
             state = (state >> by) & (1 << STATE_BITS) - 1
             found.append(values[state])
     return torch.cat(found, -2)[..., :out_features, :]
-
-
-def pad_rows(weight: torch.Tensor) -> torch.Tensor:
-    """[N, K] -> [bands * 32, K] with zeros below."""
-    return F.pad(weight, (0, 0, 0, -len(weight) % BAND))
