@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 
 DTYPES = {  # safetensors' words -> torch's
@@ -66,9 +67,14 @@ def stored_tensors(path) -> dict[str, StoredTensor]:
     """Key -> tensor, of the safetensors file `path`.
 
     Raises:
-        ValueError: a dtype that torch lacks.
+        ValueError: it is no (whole) safetensors file, or has a dtype that torch lacks.
     """
     path = Path(path)
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file that can be read: {error}") from None
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -16,6 +17,8 @@ from hf_efficient.integrations import evaluation_card, folder_card, folder_kinds
 
 UPLOADED = (".safetensors", ".gguf", ".json", ".jinja", ".txt", ".model", ".tiktoken", ".md", ".png")
 CARD = "README.md"
+_INDEX = ".safetensors.index.json"
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.safetensors$")
 
 
 def push(
@@ -178,12 +181,23 @@ def _files(folder: Path) -> list[str]:
             raise ValueError(f"{folder}: {name!r} is not whole: {error}") from None
     if not weights:
         raise ValueError(f"{folder}: the folder holds no file of weights: {' or '.join(folder_kinds.WEIGHTS)}")
-    for name in names:
-        if name.endswith(".safetensors.index.json"):
-            named = json.loads((folder / name).read_text()).get("weight_map", {}).values()
-            if missing := sorted(set(named) - set(weights)):
-                raise ValueError(f"{folder}: {name!r} names {missing[0]!r}, which is no weight file of the folder")
+    named = {shard for name in names if name.endswith(_INDEX) for shard in _named_by(folder, name, set(weights))}
+    if stray := [name for name in weights if _SHARD.search(name) and name not in named]:
+        raise ValueError(f"{folder}: {stray[0]!r} is a part of a checkpoint, and no *{_INDEX} names it")
     return names
+
+
+def _named_by(folder: Path, index: str, weights: set[str]) -> set[str]:
+    """The files of weights that the index at `index` names, relative to `folder`. Raises ValueError where it is none,
+    or one of them is not among `weights`."""
+    try:
+        files = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values()
+        named = {(Path(index).parent / file).as_posix() for file in files}
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder}: {index!r} is no index of safetensors files: {error!r}") from None
+    if missing := sorted(named - weights):
+        raise ValueError(f"{folder}: {index!r} names {missing[0]!r}, which is no weight file of the folder")
+    return named
 
 
 def _card(given: Path, kind, name: str, repo_id, base_model, licence, report) -> tuple[str, str | None]:

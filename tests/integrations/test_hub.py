@@ -178,6 +178,10 @@ def _index(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def _shard(folder):
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+
+
 def _link(folder):
     (folder.parent / "secret.json").write_text("{}")
     os.symlink("../secret.json", folder / "extra.json")
@@ -202,6 +206,12 @@ def _config(**changes):
         (_write("modeling_evil.py"), "modeling_evil.py"),
         (_write("a\nb.json"), "is no file that is published"),
         (_index, "names '../../outside.safetensors'"),
+        (
+            _write("model.safetensors.index.json", "[]"),
+            "'model.safetensors.index.json' is no index of safetensors files",
+        ),
+        (_write("model.safetensors.index.json", '{"weight_map": {"a": ["b"]}}'), "is no index of safetensors files"),
+        (_shard, "'model-00001-of-00002.safetensors' is a part of a checkpoint, and no .*index.json names it"),
         (_link, "'extra.json' leads out of the folder"),
         (_cut, "'model.safetensors' is not whole"),
         (_config(quantization_config=None), "quant_method=None"),
