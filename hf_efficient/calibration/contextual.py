@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from hf_efficient.calibration.data import model_inputs
+from hf_efficient.calibration.data import check_place, model_inputs
 from hf_efficient.calibration.model_chains import BlockwiseModel
 from hf_efficient.configs.calibration import CalibrationConfig
 from hf_efficient.configs.checks import check, is_integer, is_number
@@ -37,7 +37,7 @@ def sparsify_context(
         model: a transformers model in memory whose feed-forward layers are made of `nn.Linear` (gate, up and down, or
             two), with ReLU, squared ReLU, SiLU or GELU.
         calibration: text, or its arguments; best at least 4 tokens for every column of the hidden states. Computed
-            where the model is: `device` and `checkpoint_dir` are refused.
+            where the model is: `device`, `checkpoint_dir` and `minutes` are refused.
         tokenizer: for that text, unless it is tokens.
         keep: share of the neurons to compute, 0 < keep < 1, in every layer, on average over tokens; 0.5 by default.
         recall: instead of `keep`, 0 < recall <= 1: the share of the squared contributions to compute; each layer keeps
@@ -73,8 +73,7 @@ def sparsify_context(
 def _checked(config, keep, recall, rank) -> dict:
     has_text = isinstance(config, CalibrationConfig) and config.source is not None
     check(has_text, "calibration", config, "a CalibrationConfig with text, or a dict of one")
-    if config.device or config.checkpoint_dir:
-        raise ValueError("calibration: device and checkpoint_dir are not supported here: it runs where the model is")
+    check_place("calibration", config)
     if keep is not None and recall is not None:
         raise ValueError("keep and recall are given: allowed is one of them")
     if recall is None:

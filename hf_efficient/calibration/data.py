@@ -20,11 +20,15 @@ def load_tokens(config: CalibrationConfig, tokenizer) -> torch.Tensor:
     lines and cut into windows that do not overlap.
 
     Raises:
-        ValueError: no text is given, a file cannot be read as text, or there is too little text.
+        ValueError: no text or no tokenizer is given, a file cannot be read as text, or there is too little text.
         ImportError: a dataset of the Hub, without the package `datasets`.
     """
     if config.tokens is not None:
         return config.tokens
+    if config.inputs is not None:
+        raise ValueError("inputs are given: text is needed here, one of texts, dataset and tokens")
+    if config.source is not None and tokenizer is None:
+        raise ValueError(f"{config.source} are given and no tokenizer: give one, or CalibrationConfig(tokens=...)")
     wanted, found, text = config.num_samples * config.sequence_length, [], ""
     for document in _documents(config):
         text += document + _SEPARATOR
@@ -45,6 +49,14 @@ def load_tokens(config: CalibrationConfig, tokenizer) -> torch.Tensor:
             f"sequence_length={config.sequence_length} need {wanted}: {advice}"
         )
     return torch.tensor(found[:wanted]).view(config.num_samples, config.sequence_length)
+
+
+def check_place(name: str, config: CalibrationConfig) -> None:
+    """Raises ValueError for fields of `config`, the argument `name`, that mean nothing to a model in memory that is not
+    compressed block by block."""
+    for field in ("device", "checkpoint_dir", "minutes"):
+        if (value := getattr(config, field)) is not None:
+            raise ValueError(f"{name}: {field}={value!r} is not supported here: it runs where the model is")
 
 
 def model_inputs(config: CalibrationConfig, tokenizer, model) -> list[dict[str, torch.Tensor]]:

@@ -16,7 +16,17 @@ from transformers import (
     TrainerCallback,
 )
 
-from hf_efficient import WeightOnlyConfig, distill, prune_structure, recover, to_bitnet, train_draft, trainable
+from hf_efficient import (
+    CalibrationConfig,
+    WeightOnlyConfig,
+    distill,
+    prune_structure,
+    recover,
+    sparsify_context,
+    to_bitnet,
+    train_draft,
+    trainable,
+)
 from hf_efficient.compression.distillation.written import continuations
 from hf_efficient.compression.recovery.coded_linear import CodedLinear
 from hf_efficient.compression.recovery.options import RecoveryOptions
@@ -164,3 +174,23 @@ def test_targets_that_differ_anywhere_are_told_apart():
     assert before == _fingerprint(copy.deepcopy(model))
     model.model.embed_tokens.weight.data[-1, -1] += 1
     assert _fingerprint(model) != before
+
+
+def test_text_without_a_tokenizer_and_what_a_config_of_text_cannot_say_here_are_refused():
+    model, sizes = tiny_model("llama"), dict(num_samples=1, sequence_length=8)
+    text = CalibrationConfig(texts=["The river runs past the old mill"], **sizes)
+    inputs = CalibrationConfig(inputs=[{"input_ids": TOKENS}])
+    there = CalibrationConfig(tokens=TOKENS, checkpoint_dir="progress")
+    for config, message in (
+        (text, "texts are given and no tokenizer"),
+        (inputs, "inputs are given: text is needed here"),
+        (there, "texts: checkpoint_dir='progress' is not supported here: it runs where the model is"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            recover(model, copy.deepcopy(model), config, steps=1)
+    with pytest.raises(ValueError, match="texts are given and no tokenizer"):
+        sparsify_context(model, text)
+    with pytest.raises(ValueError, match="calibration: minutes=3 is not supported here"):
+        sparsify_context(model, {"tokens": TOKENS, "minutes": 3})
+    with pytest.raises(ValueError, match="the tokenizer of '' cannot be read"):
+        prune_structure(model, remove=0.2, calibration=text)

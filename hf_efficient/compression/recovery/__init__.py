@@ -67,7 +67,8 @@ def recover(
         teacher: the model from before, or another one of the same vocabulary.
         texts: int64 tokens [windows, length]; texts, which are joined by blank lines and cut into windows of
             `sequence_length`; or a `CalibrationConfig`. None: 128 windows that the teacher writes itself; a
-            `CalibrationConfig` without a source asks for more of them. Of every 20 windows one is held out, at most 8.
+            `CalibrationConfig` without a source asks for more of them; its `device`, `checkpoint_dir` and `minutes` are
+            refused. Of every 20 windows one is held out, at most 8.
         tokenizer: for texts.
         minutes, steps: how long to train; exactly one is given. Training ends after the step in which the time is over.
         sequence_length: tokens of a window, at least 2.

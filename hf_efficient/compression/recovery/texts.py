@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence, Set
 
 import torch
 
-from hf_efficient.calibration.data import load_tokens
+from hf_efficient.calibration.data import check_place, load_tokens
 from hf_efficient.calibration.own_text import own_tokens
 from hf_efficient.compression.stored_text import stored_text
 from hf_efficient.configs import CalibrationConfig
@@ -27,6 +27,7 @@ def read_windows(texts, tokenizer, length: int, writer=None, folder=None, seed: 
     if texts is None:
         texts = CalibrationConfig(sequence_length=length, seed=seed)
     if isinstance(texts, CalibrationConfig):
+        check_place("texts", texts)
         return _written(texts, writer, folder) if texts.source is None else load_tokens(texts, tokenizer)
     if isinstance(texts, torch.Tensor):
         return CalibrationConfig(tokens=texts).tokens

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from hf_efficient.calibration.data import model_inputs
+from hf_efficient.calibration.data import check_place, model_inputs
 from hf_efficient.compression.structured_pruning.anatomy import Anatomy, examine
 from hf_efficient.compression.structured_pruning.cutting import Cutter
 from hf_efficient.compression.structured_pruning.pruning_plan import PruningPlan
@@ -44,7 +44,7 @@ def prune_structure(
         shape: for "shape": new sizes of any of num_hidden_layers, num_attention_heads, num_key_value_heads,
             intermediate_size and hidden_size.
         calibration: text, which every method but "l1" needs, and so does `repair`; by default text that the model
-            writes itself. Computed where the model is: `device` and `checkpoint_dir` are refused.
+            writes itself. Computed where the model is: `device`, `checkpoint_dir` and `minutes` are refused.
         tokenizer: for text that is not tokens; by default that of `model.name_or_path`. Give it for a model of a
             subfolder or of another revision than the newest, which loaded models do not record.
         repair: whether the weights that are left are solved anew by least squares, layer by layer; by default where
@@ -114,11 +114,15 @@ def check_arguments(method: str, remove=None, shape=None, calibration=None) -> N
         check(is_share, "remove", remove, f"a share in [0, 1) for method={method!r}; shape is for 'shape'")
     is_text = calibration is None or isinstance(calibration, CalibrationConfig)
     check(is_text, "calibration", calibration, "a CalibrationConfig, or None for text that the model writes")
-    if calibration is not None and (calibration.device or calibration.checkpoint_dir):
-        raise ValueError("calibration: device and checkpoint_dir are not supported here: it runs where the model is")
+    if calibration is not None:
+        check_place("calibration", calibration)
 
 
 def _tokenizer(model: nn.Module, calibration: CalibrationConfig):
     if calibration.source not in ("texts", "dataset"):
         return None
-    return AutoTokenizer.from_pretrained(model.config.name_or_path)
+    try:
+        return AutoTokenizer.from_pretrained(model.config.name_or_path)
+    except (OSError, ValueError) as error:
+        name = model.config.name_or_path
+        raise ValueError(f"the tokenizer of {name!r} cannot be read ({error}): give tokenizer=...") from error
