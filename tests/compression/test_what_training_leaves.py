@@ -28,6 +28,7 @@ from hf_efficient import (
     trainable,
 )
 from hf_efficient.compression.distillation.written import continuations
+from hf_efficient.compression.recovery import training
 from hf_efficient.compression.recovery.coded_linear import CodedLinear
 from hf_efficient.compression.recovery.options import RecoveryOptions
 from hf_efficient.generation.training.train_draft import _fingerprint
@@ -194,3 +195,16 @@ def test_text_without_a_tokenizer_and_what_a_config_of_text_cannot_say_here_are_
         sparsify_context(model, {"tokens": TOKENS, "minutes": 3})
     with pytest.raises(ValueError, match="the tokenizer of '' cannot be read"):
         prune_structure(model, remove=0.2, calibration=text)
+
+
+def test_a_full_disk_costs_the_plot_alone(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(training, "plot_training", full)
+    model = tiny_model("llama")
+    before = model.model.layers[0].mlp.up_proj.weight.clone()
+    recover(model, tiny_model("llama", seed=1), TOKENS, steps=1, plot=tmp_path / "plot.png")
+    assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, before)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import PrinterCallback, TrainingArguments
+from transformers.utils import logging
 
 from hf_efficient.compression.recovery.memory import micro_batch
 from hf_efficient.compression.recovery.optimizers import make_optimizer
@@ -24,6 +25,7 @@ from hf_efficient.kernels.attention.products import fast_training
 from hf_efficient.kernels.native.heap import freed_memory_kept
 
 
+logger = logging.get_logger(__name__)
 SAVE_EVERY = 50  # steps between two checkpoints
 # attributes in which transformers keeps that activations are computed again
 _CHECKPOINTING = (
@@ -83,7 +85,10 @@ def train(
                 training.train(resume_from_checkpoint=_last_checkpoint(options.checkpoint_dir))
     state = training.state
     if options.plot is not None and state.is_world_process_zero:
-        plot_training(state.log_history, options.plot)
+        try:
+            plot_training(state.log_history, options.plot)
+        except OSError as error:  # what was learned is worth more
+            logger.warning(f"plot={str(options.plot)!r} could not be written: {error}")
     losses, perplexities = ([log[key] for log in state.log_history if key in log] for key in ("loss", PERPLEXITY))
     last = losses[-max(1, len(losses) // 10) :]
     result = {"steps": state.global_step, "loss": sum(last) / len(last)}
