@@ -22,9 +22,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 class Estimate:
     """What `estimate` found.
 
-    Bytes are of tensors; the process, compiled code and fragmentation of allocators come on top. What the forward tells
-    is None where the model does not run on text alone (`notes` then says so), and so is what needs a device or a price
-    that was not given.
+    Bytes are of tensors; the process, compiled code and fragmentation of allocators come on top, and on CPUs without
+    instructions for bfloat16 the float32 copies in products of it. What the forward tells is None where the model does
+    not run on text alone (`notes` then says so), and so is what needs a device or a price that was not given.
     """
 
     architecture: str  # class of the model
