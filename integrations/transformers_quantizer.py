@@ -47,8 +47,8 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
         return True
 
     def get_state_dict_and_metadata(self, model):
-        is_adapter_saved = getattr(model, "_hf_peft_config_loaded", False)
-        return self.part_to_save if is_adapter_saved or self.part_to_save else _without_adapters(model), {}
+        is_given = self.part_to_save is not None or getattr(model, "_hf_peft_config_loaded", False)
+        return self.part_to_save if is_given else _without_adapters(model), {}
 
     def validate_environment(self, *args, **kwargs):
         if self.quantization_config.dequantize and not self.pre_quantized:
