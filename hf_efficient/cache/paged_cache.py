@@ -50,6 +50,7 @@ class PagedCache(DecodeStepMixin, MovesMixin, Cache):
 
     Args:
         config: the model's own config object (`model.config`): its attention implementation is read at every forward.
+            A cache that is pickled without its model has a copy of the config; `save` and `load` need none.
         block_size: tokens per block, a power of two from 8 to 256; by default 16, and 64 for "int4", 32 for "int2".
         kv_format: how keys and values are stored. "auto": the model's dtype. "int8", "fp8" (E4M3): about half the
             memory of bfloat16. "int4", "int2": 0.28 and 0.19 of it; the first block of every sequence and its last 128
