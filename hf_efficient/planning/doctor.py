@@ -122,9 +122,10 @@ def installed_version(package: str) -> str | None:
 
 def check_optional_packages() -> Iterator[Finding]:
     """Packages of optional features; their absence is no fault."""
-    absent = [name for name in OPTIONAL if importlib.util.find_spec(name) is None]
-    present = [f"{name} {installed_version(name)}" for name in OPTIONAL if name not in absent]
+    versions = {name: installed_version(name) for name in OPTIONAL}
+    present = [f"{name} {version}" for name, version in versions.items() if version]
     yield Finding("optional packages", "ok", ", ".join(present) or "none")
+    absent = [name for name, version in versions.items() if not version]
     yield from (Finding(name, "ok", "not installed", f"needed for {OPTIONAL[name]}") for name in absent)
 
 

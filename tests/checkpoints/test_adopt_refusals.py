@@ -1,5 +1,6 @@
 """What is refused when a checkpoint of another library is loaded: before anything is computed, naming the tensor."""
 
+import importlib.util
 import json
 import re
 
@@ -277,9 +278,16 @@ def test_names_and_who_is_adopted(tmp_path, monkeypatch):
     hf_efficient.adopt("bitsandbytes")
     assert adopted() == ["bitsandbytes_4bit", "bitsandbytes_8bit"]
     monkeypatch.setattr(adopt, "_adopted", set())
-    monkeypatch.setattr(adopt, "_is_installed", lambda package: package == "optimum")
+    monkeypatch.setattr(adopt, "_is_installed", lambda package: package == "optimum.gptq")
     stock = set(adopt._METHODS) - set(adopted())  # the official quantizers of the others would fail: no library
     assert stock == {"gguf", "bitnet"}
+
+
+def test_a_folder_of_the_name_is_no_package(monkeypatch, tmp_path):
+    (tmp_path / "optimumm" / "commands").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.util.find_spec("optimumm") is not None
+    assert not adopt._is_installed("optimumm.gptq") and not adopt._is_installed("no_such_package.gptq")
 
 
 def test_quantizing_with_another_library_stays_its_own(monkeypatch):

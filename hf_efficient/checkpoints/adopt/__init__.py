@@ -26,7 +26,7 @@ class _Method:
 
     Args:
         name: what `adopt` calls it; None: they are adopted only with a config of ours.
-        packages: those that the official quantizer imports.
+        packages: those that the official quantizer imports. Of optimum a part: the folder of that name may be ours.
         reader: file and class in this folder.
     """
 
@@ -44,7 +44,7 @@ class _Method:
 
 
 _METHODS = {
-    "gptq": _Method("gptq", ("optimum", "gptqmodel"), "gptq.GPTQ"),
+    "gptq": _Method("gptq", ("optimum.gptq", "gptqmodel"), "gptq.GPTQ"),
     "awq": _Method("awq", ("gptqmodel",), "awq.AWQ"),
     "compressed-tensors": _Method("compressed-tensors", ("compressed_tensors",), "compressed_tensors.reader"),
     "bitsandbytes_4bit": _Method("bitsandbytes", ("bitsandbytes",), "bitsandbytes.BitsAndBytes4bit"),
@@ -111,7 +111,10 @@ class _NeitherFourNorEight:
 
 @functools.cache
 def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # nor what it is a part of
+        return False
 
 
 def _is_sparse(saved: dict) -> bool:
