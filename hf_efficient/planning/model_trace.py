@@ -14,7 +14,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from hf_efficient.embeddings import EfficientEmbedding
 from hf_efficient.experts import EfficientExperts, is_fused_experts
-from hf_efficient.integrations.transformers_compat import cache_name, expert_activation
+from hf_efficient.integrations.transformers_compat import expert_activation
+from hf_efficient.integrations.transformers_releases import cache_name, states_name
 from hf_efficient.layers import CompressedModule, EfficientLinear
 
 
@@ -109,7 +110,7 @@ class Tracer:
         finally:
             _CURRENT.pop()
         trace.flops = counter.get_total_flops()
-        for name in (cache_name(), "cache_params"):
+        for name in (cache_name(), states_name()):
             if getattr(trace.outputs, name, None) is not None:
                 trace.cache = {name: trace.outputs[name]}
         return trace
