@@ -80,11 +80,26 @@ def _has_compressed_embedding(model) -> bool:
     return any(isinstance(module, EfficientEmbedding) for module in model.modules())
 
 
-def save_pretrained(self, save_directory, is_main_process=True, *args, **kwargs):
+def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, *args, **kwargs):
     """What `replace_methods` installs. Unpickling looks the bound method up by this name, and finds the class's own."""
     original = type(self).save_pretrained
     target = os.path.abspath(os.fspath(save_directory))
-    if kwargs.get("push_to_hub") or not is_main_process or os.path.isfile(target):
-        return original(self, save_directory, is_main_process, *args, **kwargs)
-    with atomic_checkpoint(Path(target)) as new:
-        original(self, str(new), is_main_process, *args, **kwargs)
+    with _saving(self, state_dict):
+        if kwargs.get("push_to_hub") or not is_main_process or os.path.isfile(target):
+            return original(self, save_directory, is_main_process, state_dict, *args, **kwargs)
+        with atomic_checkpoint(Path(target)) as new:
+            original(self, str(new), is_main_process, state_dict, *args, **kwargs)
+
+
+@contextmanager
+def _saving(model, state_dict: dict | None):
+    """Inside, `model` is saved with these tensors, if they are given: transformers asks the quantizer instead."""
+    if state_dict is None:
+        yield
+        return
+    quantizer = model.hf_quantizer
+    quantizer.part_to_save = state_dict
+    try:
+        yield
+    finally:
+        quantizer.part_to_save = None

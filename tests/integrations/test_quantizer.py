@@ -99,6 +99,15 @@ def test_sharded_save(tmp_path):
     assert torch.equal(logits(load(tmp_path, torch.bfloat16)), before)
 
 
+def test_a_given_state_dict_is_saved(tmp_path):
+    model = load(folder("llama"), **INT4)
+    state = {**model.state_dict(), "model.norm.weight": torch.full_like(model.model.norm.weight, 3.0)}
+    model.save_pretrained(tmp_path / "given", state_dict=state)
+    model.save_pretrained(tmp_path / "own")
+    assert load(tmp_path / "given").model.norm.weight.eq(3).all()
+    assert torch.equal(load(tmp_path / "own").model.norm.weight, model.model.norm.weight)
+
+
 def test_modules_to_not_convert_adds_to_the_defaults(tmp_path):
     config = dict(**INT4, modules_to_not_convert=["layers.0", "v_proj"])
     model = load(folder("llama"), **config)
