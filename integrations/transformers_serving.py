@@ -32,6 +32,7 @@ _OF_BODY = "_hf_efficient_of_body"  # attribute of a generation config: what it 
 _NEUTRAL = {"n": 1, "best_of": 1, "presence_penalty": 0, "logprobs": False, "top_logprobs": 0, "echo": False}
 _NEUTRAL |= {"response_format": {"type": "text"}}
 _RECEIVE: ContextVar = ContextVar("receive", default=None)  # of the request that is being answered
+_ANSWERED: ContextVar = ContextVar("answered", default=False)  # whether the model has
 
 
 def register() -> None:
@@ -116,6 +117,7 @@ def _answered_as_asked(original):
             options = _asked(self._cb.model, gen_config, processor)
             with request_options.giving(options):
                 text, prompt_tokens, tokens = await _unless_gone(original(*arguments, name), self._cb, name)
+        _ANSWERED.set(True)
         _end_by_room(self._cb, gen_config, prompt_tokens)
         if STOPS in options:
             is_parsed = utils.get_response_template(processor, model) is not None  # with its special tokens
@@ -279,13 +281,17 @@ def _with_checked_messages(original):
 
 
 def _refusing_nonsense(original):
-    """A `handle_request` that raises ValueError for a body whose values have types that nothing reads."""
+    """A `handle_request` that raises ValueError for a body whose values have types that nothing reads. What fails once
+    the model has answered is no fault of the body."""
 
     @functools.wraps(original)
     async def handle_request(self, body, request_id):
+        _ANSWERED.set(False)
         try:
             return await original(self, body, request_id)
         except (TypeError, KeyError, AttributeError) as error:
+            if _ANSWERED.get():
+                raise
             logger.warning(f"refused: {error!r}", exc_info=True)
             raise ValueError(f"the body holds a value of a wrong type: {error!r}") from error
 

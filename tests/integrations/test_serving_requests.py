@@ -1,6 +1,7 @@
 """transformers' server on our attention, in this process: each request is answered as it asks, with the text that
 `generate()` gives, and a client that leaves frees its pages. With drafts and without."""
 
+import asyncio
 import importlib
 import json
 import time
@@ -185,6 +186,18 @@ def test_what_is_asked_for_in_vain_is_refused_by_name(asked, answers, options, m
     assert message in str(refused.value.body)
     assert asked.text(PROMPTS[0], frequency_penalty=0.0, logit_bias={})[0] == answers[PROMPTS[0]]
     assert asked.blocks() == 0
+
+
+def test_what_fails_after_the_answer_is_no_fault_of_the_body():
+    serving = importlib.import_module("hf_efficient.integrations.transformers_serving")
+
+    async def fails(handler, body, request_id):
+        serving._ANSWERED.set(body["is_answered"])
+        raise KeyError("name")
+
+    for is_answered, expected in ((False, ValueError), (True, KeyError)):
+        with pytest.raises(expected, match="name"):
+            asyncio.run(serving._refusing_nonsense(fails)(None, {"is_answered": is_answered}, "id"))
 
 
 @pytest.mark.parametrize(
