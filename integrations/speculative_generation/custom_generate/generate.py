@@ -12,7 +12,7 @@ def generate(model, input_ids=None, draft_model=None, assistant_model=None, stre
         draft_model: what drafts, as `hf_efficient.speculative_generate` takes it: a smaller causal LM with the same
             tokenizer, a drafter, or a `Speculation` around one; None with `prompt_lookup_num_tokens=n`, or to decode
             token by token. `assistant_model` is another name for it.
-        streamer: gets the tokens as they come (batch size 1).
+        streamer: gets the tokens as they come.
 
     Returns int64 [batch, length], or `SpeculativeOutput` under `return_dict_in_generate=True`. Raises ValueError,
     before any forward, for what speculation cannot do.
