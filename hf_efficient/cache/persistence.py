@@ -92,6 +92,7 @@ def load(cls, path: str | os.PathLike, model, offload=None):
         ArithmeticError,
         AttributeError,
         LookupError,
+        OSError,  # a folder
         RuntimeError,
         TypeError,
         ValueError,

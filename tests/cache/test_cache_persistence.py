@@ -156,6 +156,8 @@ def test_other_files(tmp_path, llama):
         PagedCache.load(tmp_path / "model.safetensors", llama)
     with pytest.raises(ValueError, match=r"pickle'\)"):
         PagedCache.load(tmp_path / "pickle", llama)
+    with pytest.raises(ValueError, match=rf"load\('{tmp_path}'\)"):
+        PagedCache.load(tmp_path, llama)
 
 
 def first_block(block):

@@ -51,7 +51,7 @@ def unpack(model, teacher=None, keeps_codes: bool = True) -> None:
         elif _is_plain(module) and module is not head and shared[id(module.weight)] == 1:
             found[name] = module
     if trained_linears(model):
-        raise ValueError("the model is being trained already: pack(model) ends that")
+        raise ValueError("the model is being trained already: leave that training, or its `trainable` block, first")
     if offloaded := [name for name, module in found.items() if getattr(module, "is_offloaded", False)]:
         raise ValueError(f"{len(offloaded)} layers are offloaded, for example {offloaded[:2]}: load without offload")
     if floating := [name for name, module in found.items() if isinstance(module, BitLinear)]:
@@ -106,15 +106,21 @@ def discard(model) -> None:
 
 @contextmanager
 def trainable(model, teacher=None, keeps_codes: bool = True) -> Iterator[nn.Module]:
-    """`model` with linear layers that learn under their codes and masks, for a `Trainer` of your own. At the end of the
-    block what was learned is packed into the same formats; after an error the model is as it was. `save_pretrained`
-    inside the block writes the packed model, so `Trainer.save_model` and `push_to_hub=True` do. Trainer's checkpoints
-    hold the weights as they are learned, and no model.
+    """Inside, the linear layers, compressed experts and norms of `model` learn under their codes and masks, for a
+    `Trainer` of your own; all else is frozen. At the end of the block what was learned is packed into the same formats.
+    After an error the model is as it was.
 
-    teacher, keeps_codes: see `unpack`.
+    `save_pretrained` inside the block writes the packed model, and so do `Trainer.save_model` and `push_to_hub=True`.
+    Trainer's checkpoints hold the weights as they are learned, and no model.
+
+    Args:
+        teacher: a model whose linear layers of the same names may be what compressed ones were made of.
+        keeps_codes: whether learning starts at the codes of the layers. False: at the teacher's weights, where there
+            are.
 
     Raises:
-        ValueError: see `unpack` and `pack`.
+        ValueError: there is nothing to train, layers are offloaded, the model is being trained already, or is sharded;
+            at the end of the block, a weight is NaN or infinite.
     """
     unpack(model, teacher, keeps_codes)
     try:
