@@ -2,6 +2,7 @@
 tensors that lie in mapped files. Used where a file is larger than memory."""
 
 import json
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,3 +95,8 @@ def mapped(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tens
     the system takes its memory back when it needs it."""
     count = torch.Size(shape).numel()
     return torch.from_file(str(path), shared=True, size=count, dtype=dtype).view(shape)
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """The CRC-32 of all bytes of `tensor`, of any shape, dtype and device: several times as fast as a digest."""
+    return zlib.crc32(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy())

@@ -72,7 +72,7 @@ ROOMS = {
     "generation.speculation.options": "generation.speculation generation.drafters",
     "generation.decode": "generation generation.speculation generation.speculation.options generation.replay "
     "generation.drafters cache",
-    "generation.training": "generation generation.speculation.options generation.drafters generation.decode",
+    "generation.training": "generation generation.speculation.options generation.drafters generation.decode observers",
     "generation.training.train_draft": "generation generation.drafters generation.training compression",
     # kernels.linear: on a CPU the experts that a forward reads are one product
     "expert_offload": "layers kernels.replay kernels.linear",

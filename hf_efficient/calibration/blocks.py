@@ -15,7 +15,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_efficient.kernels.widened_products import widened_products
-from hf_efficient.observers.hooks import modes_kept, replaced_forwards
+from hf_efficient.observers.hooks import frozen, replaced_forwards
 from hf_efficient.observers.linear_inputs import LinearInputs
 
 
@@ -95,16 +95,8 @@ def without_cache(model: nn.Module):
 def calibrating(model: nn.Module, device):
     """Inside, the model is in evaluation mode, no parameter asks for a gradient (refinement tunes tensors of its own),
     and products of bfloat16 are fast where `device` is a CPU."""
-    before = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        for parameter in before:
-            parameter.requires_grad_(False)
-        with modes_kept(model), widened_products(torch.device(device)):
-            model.eval()
-            yield
-    finally:
-        for parameter in before:
-            parameter.requires_grad_(True)
+    with frozen(model), widened_products(torch.device(device)):
+        yield
 
 
 class _ArgumentStore:

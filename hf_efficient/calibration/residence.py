@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from hf_efficient.calibration.blocks import Chain
-from hf_efficient.calibration.resume import Progress, checksum, fingerprint
+from hf_efficient.calibration.resume import Progress, fingerprint
 from hf_efficient.configs.calibration import CalibrationConfig
+from hf_efficient.tensor_files import checksum
 
 
 class InMemory:
@@ -78,6 +79,6 @@ class InMemory:
         """The folder of this run's progress, where there is to be one."""
         if not calibration.checkpoint_dir:
             return None
-        samples = map(checksum, self.model.parameters())
+        samples = [torch.tensor([checksum(parameter)]) for parameter in self.model.parameters()]
         folder = Path(calibration.checkpoint_dir).expanduser()
         return Progress(folder, fingerprint(self.model, configs, batches, steps, samples))

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hf_efficient.files import atomic_write
+from hf_efficient.tensor_files import checksum
 
 
 def fingerprint(model) -> str:
@@ -20,8 +20,7 @@ def fingerprint(model) -> str:
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
         if tensor.numel() and not tensor.is_meta:
-            stored = tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy()
-            digest.update(zlib.crc32(stored).to_bytes(4, "little"))  # several times as fast as a digest of the bytes
+            digest.update(checksum(tensor).to_bytes(4, "little"))
     return digest.hexdigest()
 
 

@@ -53,6 +53,21 @@ def modes_kept(*models: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` is in evaluation mode and no parameter asks for a gradient. Afterwards all is as before."""
+    before = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        with modes_kept(model):
+            model.eval()
+            for parameter in before:
+                parameter.requires_grad_(False)
+            yield
+    finally:
+        for parameter in before:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
 def replaced_forwards(modules: Iterable[nn.Module], make: Callable[[int], Callable]) -> Iterator[None]:
     """Inside, the i-th module has `make(i)` as its forward; its attributes, hooks and class stay."""
     own = [(module, module.__dict__.get("forward")) for module in modules]

@@ -31,7 +31,7 @@ from hf_efficient.compression.distillation.written import continuations
 from hf_efficient.compression.recovery import training
 from hf_efficient.compression.recovery.coded_linear import CodedLinear
 from hf_efficient.compression.recovery.options import RecoveryOptions
-from hf_efficient.generation.training.train_draft import _fingerprint
+from hf_efficient.generation.training.progress import fingerprint
 
 
 TOKENS = torch.randint(3, 128, (4, 16), generator=torch.Generator().manual_seed(0))
@@ -171,10 +171,10 @@ def test_models_that_do_not_predict_the_next_token_are_refused():
 
 def test_targets_that_differ_anywhere_are_told_apart():
     model = tiny_model("llama")
-    before = _fingerprint(model)
-    assert before == _fingerprint(copy.deepcopy(model))
+    before = fingerprint(model)
+    assert before == fingerprint(copy.deepcopy(model))
     model.model.embed_tokens.weight.data[-1, -1] += 1
-    assert _fingerprint(model) != before
+    assert fingerprint(model) != before
 
 
 def test_text_without_a_tokenizer_and_what_a_config_of_text_cannot_say_here_are_refused():

@@ -19,7 +19,7 @@ from hf_efficient.compression.structured_pruning.repair import stages_of
 from hf_efficient.compression.structured_pruning.streams import Streams
 from hf_efficient.configs.calibration import CalibrationConfig
 from hf_efficient.configs.checks import check, check_flags, is_number
-from hf_efficient.observers.hooks import modes_kept
+from hf_efficient.observers.hooks import frozen
 from hf_efficient.pruning.structured import METHODS
 
 
@@ -67,15 +67,9 @@ def prune_structure(
         batches = [{"input_ids": torch.arange(16)[None] % model.get_input_embeddings().num_embeddings}]
     else:
         batches = model_inputs(calibration, tokenizer or _tokenizer(model, calibration), model)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    try:
-        with modes_kept(model):
-            model.eval().requires_grad_(False)
-            anatomy = examine(model, batches)
-            return _build(anatomy, PruningPlan(anatomy, method, remove, shape), repairs, repairs or method == "shape")
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
+    with frozen(model):
+        anatomy = examine(model, batches)
+        return _build(anatomy, PruningPlan(anatomy, method, remove, shape), repairs, repairs or method == "shape")
 
 
 def _build(anatomy: Anatomy, pruning_plan: PruningPlan, repairs: bool, needs_streams: bool) -> nn.Module:

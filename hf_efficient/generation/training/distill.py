@@ -12,7 +12,8 @@ from transformers.utils import logging
 
 from hf_efficient.generation.drafters.draft_heads import DraftHeads
 from hf_efficient.generation.training.rows import Row, save_tensors
-from hf_efficient.generation.training.target_states import frozen, hidden_of
+from hf_efficient.generation.training.target_states import hidden_of
+from hf_efficient.observers.hooks import frozen
 
 
 DEPTH_DECAY = 0.8  # weight of a guess in the loss, relative to the guess before it

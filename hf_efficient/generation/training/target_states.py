@@ -1,31 +1,13 @@
 """The hidden states that draft heads learn from: kept with the text, or computed again from it."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
 from hf_efficient.generation.drafters.draft_heads import DraftHeads
 from hf_efficient.generation.model_traits import decoder_layers, first_position, sees_ahead
 from hf_efficient.generation.training.rows import Row
-
-
-@contextmanager
-def frozen(model) -> Iterator[None]:
-    """Inside, `model` is in evaluation mode, and no parameter of it gets a gradient."""
-    training = [module for module in model.modules() if module.training]
-    asked = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        for module in training:
-            module.training = False
-        for parameter in asked:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for module in training:
-            module.training = True
-        for parameter in asked:
-            parameter.requires_grad_(True)
+from hf_efficient.observers.hooks import frozen
 
 
 def are_kept(model) -> bool:

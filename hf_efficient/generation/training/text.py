@@ -14,7 +14,8 @@ from hf_efficient.generation.drafters.draft_heads import DraftHeads
 from hf_efficient.generation.speculation.options import Speculation
 from hf_efficient.generation.training.prompts import default_prompts
 from hf_efficient.generation.training.rows import Row, save_tensors
-from hf_efficient.generation.training.target_states import are_kept, frozen
+from hf_efficient.generation.training.target_states import are_kept
+from hf_efficient.observers.hooks import frozen
 
 
 MAX_PROMPT_TOKENS = 64  # of a prompt that the model writes itself

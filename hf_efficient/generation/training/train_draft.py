@@ -1,19 +1,16 @@
 """Draft heads for a model, from nothing but the model: it writes the text, the heads learn from it."""
 
-import hashlib
-import json
 import math
 import shutil
 import time
-import zlib
 from pathlib import Path
 
 import torch
 
-from hf_efficient.files import atomic_write
-from hf_efficient.generation.drafters.draft_heads import KINDS, DraftHeads, class_of
+from hf_efficient.generation.drafters.draft_heads import KINDS, class_of
 from hf_efficient.generation.model_traits import check_ragged, decoder_layers
 from hf_efficient.generation.training.distill import BATCH_ROWS, batch_rows, distill, measure, step_seconds
+from hf_efficient.generation.training.progress import Progress, fingerprint
 from hf_efficient.generation.training.prompts import check_prompts, default_prompts
 from hf_efficient.generation.training.rows import frequent_tokens, load_rows, split_rows
 from hf_efficient.generation.training.target_states import hidden_of
@@ -124,19 +121,19 @@ def train_draft(
     prompts = None if prompts is None else list(prompts)
     start = time.perf_counter()
     answers = {"batch_size": batch_size, "max_new_tokens": max_new_tokens, "seed": seed}
-    run = {"model": _fingerprint(model), "prompts": prompts, "num_tokens": num_tokens, **answers}
+    run = {"model": fingerprint(model), "prompts": prompts, "num_tokens": num_tokens, **answers}
     if is_model:
         from hf_efficient.compression.distillation.draft_model import LENGTH, check_draft, train_draft_model
 
         check_draft(model, draft, layers)
-        run["draft"] = layers if draft is None else _fingerprint(draft)
+        run["draft"] = layers if draft is None else fingerprint(draft)
     given = default_prompts(seed) if prompts is None else prompts
     lengths = [len(row[: LENGTH // 2] if is_model else row) for row in encode(tokenizer, given)["input_ids"]]
     for reader in (model, draft) if draft is not None else (model,):
         check_prompts(reader, given, lengths, max_new_tokens)
     folder = output.with_name(output.name + "-progress") if cache is None else Path(cache)
     folder.mkdir(parents=True, exist_ok=True)
-    progress = _Progress(folder, run)
+    progress = Progress(folder, run)
     if is_model:
         how = {"num_tokens": num_tokens, "epochs": epochs, "minutes": minutes, "learning_rate": learning_rate}
         how |= {"draft": draft, "layers": layers, "prompts": prompts, **answers}
@@ -172,39 +169,3 @@ def train_draft(
     if cache is None:
         shutil.rmtree(folder)
     return heads
-
-
-class _Progress:
-    """What a run has decided so far, in `plan.json` of its folder. Raises ValueError when another run's lies there."""
-
-    def __init__(self, folder: Path, run: dict):
-        self._path, run = folder / "plan.json", {**run, "prompts": _hash(run["prompts"])}
-        if self._path.exists():
-            self._values = json.loads(self._path.read_text())
-        else:
-            self._values = {}
-            self.set("run", run)
-        kept = self._values["run"]
-        other = [name for name in {**kept, **run} if kept.get(name) != run.get(name)]
-        if other:
-            raise ValueError(
-                f"{folder} holds the text of another run ({', '.join(other)} differ): delete it, or give another cache"
-            )
-
-    def get(self, name: str) -> int | None:
-        return self._values.get(name)
-
-    def set(self, name: str, value) -> None:
-        self._values[name] = value
-        with atomic_write(self._path) as partial:
-            partial.write_text(json.dumps(self._values, indent=2))
-
-
-def _fingerprint(model) -> str:
-    tensors = (parameter.detach().cpu().contiguous().flatten() for parameter in model.parameters())
-    checksums = [zlib.crc32(tensor.view(torch.uint8).numpy()) for tensor in tensors]
-    return _hash([DraftHeads.describe(model), str(model.dtype), checksums])
-
-
-def _hash(value) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
