@@ -95,15 +95,22 @@ def decode(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, format:
 
 def canonical(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, format: AffineFormat) -> dict:
     """uint8 codes [N, K] and their grid -> the canonical tensors of `format`."""
+    scale = scale_of_zeros(codes, scale, zero, format)
     if format.symmetric:
-        if format.group_size is not None and (scale == 1).any():
-            # kernels multiply the scale by what rounding leaves of x @ code - zero_point * sum(x)
-            values = grouped(codes, group_width(format, codes.shape[1]))
-            is_zero = (scale == 1) & (values == zero[..., None]).all(-1)
-            scale = scale.masked_fill(is_zero, _SCALE_OF_ZEROS)
         return {"qweight": format.pack(codes), "scale": scale}
     zero = zero.to(scale.dtype if format.zero_point == "float" else torch.uint8)
     return {"qweight": format.pack(codes), "scale": scale, "zero_point": zero}
+
+
+def scale_of_zeros(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, format: AffineFormat) -> torch.Tensor:
+    """`scale` with a tiny number where `stored` put 1 for a group of zeros: kernels multiply it by what rounding leaves
+    of x @ code - zero_point * sum(x)."""
+    if not (scale == 1).any():
+        return scale
+    is_zero = (grouped(codes, group_width(format, codes.shape[1])) == zero[..., None]).all(-1)
+    if format.group_size is None:
+        is_zero = is_zero.all()
+    return scale.masked_fill(is_zero & (scale == 1), _SCALE_OF_ZEROS)
 
 
 def grid_by_rows(
@@ -122,12 +129,12 @@ def quantize_rows(
     weight: torch.Tensor, format: AffineFormat, grid: Callable[[torch.Tensor], Grid], elements_at_once: int
 ) -> dict[str, torch.Tensor]:
     """The canonical tensors of weight [N, K] rounded to the grid of `grid_by_rows`, a piece at a time."""
-    shared = grid(weight) if format.group_size is None else None
+    pieces = weight.split(max(1, elements_at_once // weight.shape[1]))
+    if format.group_size is None:
+        own = grid(weight)
+        return canonical(torch.cat([round_to(rows, *own, format) for rows in pieces]), *own, format)
     parts = []
-    for rows in weight.split(max(1, elements_at_once // weight.shape[1])):
-        scale, zero = shared or grid(rows)
-        parts.append(canonical(round_to(rows, scale, zero, format), scale, zero, format))
-    return {
-        name: parts[0][name] if shared and name != "qweight" else torch.cat([part[name] for part in parts])
-        for name in parts[0]
-    }
+    for rows in pieces:
+        own = grid(rows)
+        parts.append(canonical(round_to(rows, *own, format), *own, format))
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

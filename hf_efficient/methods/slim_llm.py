@@ -8,7 +8,7 @@ import torch
 
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.group_bits import GroupBitsFormat
-from hf_efficient.methods._affine_grid import decode, grid_by_rows, round_to
+from hf_efficient.methods._affine_grid import decode, grid_by_rows, round_to, scale_of_zeros
 from hf_efficient.methods._error_feedback import Feedback
 from hf_efficient.methods.mse import clipped_grid
 
@@ -47,9 +47,10 @@ def quantize(
         (part / own[:, None]).round_().add_(offset[:, None]).to(torch.uint8)
         for part, own, offset in zip(rounded.split(width, 1), scale.float().unbind(1), zero.unbind(1))
     ]
-    qweight = format.pack(torch.cat(codes, 1), group_bits)
-    tensors = {"qweight": qweight, "scale": scale.contiguous(), "zero_point": zero.to(torch.uint8)}
-    return {**tensors, "group_bits": group_bits}
+    codes = torch.cat(codes, 1)
+    scale = scale_of_zeros(codes, scale, zero, format.widest).contiguous()
+    tensors = {"scale": scale, "zero_point": zero.to(torch.uint8), "group_bits": group_bits}
+    return {"qweight": format.pack(codes, group_bits), **tensors}
 
 
 def allocation(costs: torch.Tensor, whole: int) -> torch.Tensor:

@@ -11,7 +11,11 @@ from hypothesis import strategies as st
 
 from hf_efficient import WeightOnlyConfig
 from hf_efficient.formats import AffineFormat
+from hf_efficient.formats.codebook import CodebookFormat
+from hf_efficient.formats.group_bits import GroupBitsFormat
 from hf_efficient.formats.transformed import TransformedFormat
+from hf_efficient.formats.trellis import TrellisFormat
+from hf_efficient.formats.w8a8 import Float8Format, Int8Format
 from hf_efficient.layers import compress_linear
 from hf_efficient.methods import hqq, mse, quantize, rtn
 from hf_efficient.methods._affine_grid import covering_grid, decode, round_to
@@ -119,12 +123,15 @@ def test_hqq_in_8_bits_has_zero_points_unless_asked_otherwise():
         WeightOnlyConfig(method="hqq", bits=8, symmetric=True)
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rows_of_zeros_answer_zero_for_any_number_of_rows(dtype):
+def test_rows_of_zeros_answer_zero_for_any_number_of_rows(dtype, symmetric):
     linear = torch.nn.Linear(2048, 32, bias=False).to(dtype).requires_grad_(False)
     linear.weight[::2] = 0
-    for group_size in (-1, 64):
-        format = AffineFormat(8, group_size, True)
+    for group_size in (-1, 64, None):
+        if group_size is None:
+            linear.weight.zero_()
+        format = AffineFormat(8, group_size, symmetric)
         tensors = rtn.quantize(linear.weight, format)
         assert (tensors["scale"].half() > 0).all(), "exports store scales in float16"
         quantized = compress_linear(linear, format, tensors)
@@ -132,6 +139,34 @@ def test_rows_of_zeros_answer_zero_for_any_number_of_rows(dtype):
         for rows in range(1, 14):
             x = torch.randn(rows, 2048, generator=torch.Generator().manual_seed(rows)).to(dtype)
             assert quantized(x)[:, ::2].abs().max() < 1e-6, "outputs of the others are about 0.5"
+
+
+ZERO_GROUPS = [
+    *((AffineFormat(4, 16, True), method) for method in ("rtn", "mse", "awq", "gptq", "yaqa")),
+    *((AffineFormat(3, 16, False), method) for method in ("rtn", "mse", "hqq", "awq", "gptq", "yaqa")),
+    (AffineFormat(4, 16, False, zero_point="float"), "hqq"),
+    *((CodebookFormat(table, 4, 16), method) for table in ("nf4", "fp4") for method in ("rtn", "gptq")),
+    *((CodebookFormat(table, 4, size), "rtn") for table, size in (("mxfp4", 32), ("nvfp4", 16))),
+    *((CodebookFormat("kmeans", 3, size), method) for size in (16, -1) for method in ("kmeans", "gptq")),
+    (GroupBitsFormat(2, 16), "slim_llm"),
+    (TrellisFormat(2), "rtn"),
+    *((Int8Format(zero_point=zero_point), "_w8a8_weights") for zero_point in (False, True)),
+    (Float8Format(), "_w8a8_weights"),
+]
+
+
+@pytest.mark.parametrize("format, method", ZERO_GROUPS, ids=[f"{method}-{own}" for own, method in ZERO_GROUPS])
+def test_groups_of_zeros_are_zeros_in_every_scheme(format, method):
+    inputs = LinearInputs(64)
+    inputs.update(torch.randn(100, 64, generator=torch.Generator().manual_seed(1)))
+    inputs.output_hessian = torch.eye(32)
+    weight = random_weight(32, 64)
+    weight[3] = weight[5, 32:] = 0
+    tensors = quantize(weight, format, method, inputs)
+    assert (format.dequantize(tensors, 64, torch.float32)[3] == 0).all()
+    if getattr(format, "group_size", -1) != -1:
+        assert (format.dequantize(tensors, 64, torch.float32)[5, 32:] == 0).all()
+        assert "scale" not in tensors or (tensors["scale"][3] < 1e-4).all(), "kernels multiply what rounding leaves"
 
 
 def test_hqq_refuses_a_symmetric_format():
