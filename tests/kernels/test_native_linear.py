@@ -164,16 +164,16 @@ def test_a_config_says_which_inputs_are_rounded(kernels, arguments, rounds_input
 
 
 def test_only_wide_forwards_are_rounded_by_default(kernels):
-    may_round = tiers.tier().name in ("vnni", "bf16")
+    least = {"vnni": 8, "bf16": 32}.get(tiers.tier().name)
     for group_size, dtype in ((64, torch.bfloat16), (16, torch.bfloat16), (64, torch.float32)):
         canonical = tensors(48, 192, 4, group_size, False, torch.bfloat16)
         never, always, wide = (
             native_cpu.NativeCodesLayout.pack(*canonical, 4, group_size, 192, dtype, rounds_inputs)
             for rounds_inputs in (native_cpu.NEVER, native_cpu.ALWAYS, native_cpu.WIDE)
         )
-        for rows in (31, 32, 70):
+        for rows in (7, 8, 31, 32, 70):
             x = torch.randn(rows, 192).to(dtype)
-            rounds = may_round and rows >= 32 and (group_size, dtype) == (64, torch.bfloat16)
+            rounds = least is not None and rows >= least and (group_size, dtype) == (64, torch.bfloat16)
             assert torch.equal(wide.matmul(x), (always if rounds else never).matmul(x))
             assert torch.equal(never.matmul(x), always.matmul(x)) == (dtype is torch.float32)
 
