@@ -29,9 +29,9 @@ def part_budgets(
     wish = [0.0] * len(lengths)
     if worth:
         ranked = [index for index, kind in enumerate(kinds) if kind in ("document", "text")]
-        order = sorted(ranked, key=lambda index: (-worth[index], index))
-        for rank, index in enumerate(order):
-            wish[index] = RANK_SPREAD * (1 - 2 * rank / max(len(order) - 1, 1)) if len(order) > 1 else 0.0
+        if len({worth[index] for index in ranked}) > 1:  # else none is worth more than another
+            for rank, index in enumerate(sorted(ranked, key=lambda index: (-worth[index], index))):
+                wish[index] = RANK_SPREAD * (1 - 2 * rank / (len(ranked) - 1))
         _drop_demonstrations(wish, lengths, kinds, budget, worth)
     lower = [least / length for least, length in zip(forced, lengths)]
     instructions = [index for index, kind in enumerate(kinds) if kind == "instruction"]

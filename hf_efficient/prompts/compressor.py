@@ -9,7 +9,7 @@ from hf_efficient.prompts import prompt as prompts
 from hf_efficient.prompts.classifier import kept_by_classifier
 from hf_efficient.prompts.groups import Group, forced_words, grouped, order_of
 from hf_efficient.prompts.perplexity import PerplexityRanker
-from hf_efficient.prompts.tokens import Word, shortest, tokenize
+from hf_efficient.prompts.tokens import Word, shortest, special_ids, tokenize
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class PromptCompressor:
         read = prompts.read(prompt, question, self.tokenizer)
         cuts = [place for part in read.parts for place in (part.start, part.end)]
         ids, words = tokenize(self.tokenizer, read.text, cuts)
-        special = set(self.tokenizer.all_special_ids)
+        special = special_ids(self.tokenizer, read.text)
         fixed = {index for index, word in enumerate(words) if special.intersection(ids[word.first : word.stop])}
         steered = read.question is not None and not self.is_classifier
         groups = grouped(read, words, fixed, steered)

@@ -61,13 +61,14 @@ def positions(model, tokenizer) -> int | None:
 
 @contextlib.contextmanager
 def evaluating(model):
-    """Without dropout inside, and as it was after it."""
-    was_training = model.training
+    """Without dropout inside; afterwards every module is in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        for module, was_training in modes:
+            module.training = was_training
 
 
 def _names_classifier(name: str) -> bool:

@@ -61,6 +61,12 @@ def special_tokens(tokenizer) -> tuple[list[int], list[int]]:
     return ids[:middle], [token for token, special in zip(ids[middle:], mask[middle:]) if special]
 
 
+def special_ids(tokenizer, text: str) -> set[int]:
+    """The ids of the special tokens; that of unknown characters only where `text` spells it."""
+    ids, unknown = set(tokenizer.all_special_ids), tokenizer.unk_token
+    return ids if unknown is None or unknown in text else ids - {tokenizer.unk_token_id}
+
+
 def _pieces(text: str, cuts: list[int]) -> list[tuple[int, int]]:
     places = set(cuts)
     ends = [at for at in range(1, len(text)) if at in places or _is_boundary(text, at)] + [len(text)]

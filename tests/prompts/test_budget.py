@@ -28,6 +28,12 @@ def test_documents_keep_more_the_more_they_are_worth():
     assert kept == [0, 50, 0, 100, 100]
 
 
+@pytest.mark.parametrize("worth", [[2.0, 1.0, 0.0, 0.0, 0.0], [5.0, 5.0, 3.0, 3.0, 3.0]])
+def test_documents_of_equal_worth_keep_equally_much(worth):
+    kinds = ["demonstration"] * 2 + ["document"] * 3
+    assert part_budgets([50] * 5, kinds, [0] * 5, 125, worth) == [25] * 5
+
+
 def test_demonstrations_past_twice_their_budget_go_whole():
     kept = part_budgets([100] * 4, ["demonstration"] * 4, [0] * 4, 100, [1.0, 4.0, 3.0, 2.0])
     assert kept == [0, 50, 50, 0]

@@ -171,6 +171,14 @@ def test_special_tokens_in_a_text_stay(language_model):
     assert result.text.startswith("<s>") and result.text.endswith("</s>") and len(result.positions) < 6
 
 
+def test_unknown_characters_may_go(token_classifier):
+    """They share a token, which is special, and stay only where a text spells it."""
+    text = "The river ∀∃ runs ∀∃ past ∀∃ the ∀∃ mill ∀∃ and ∀∃ into the sea ∀∃."
+    result = token_classifier.compress(text, tokens=4)
+    assert 0 < len(result.token_ids) <= 4
+    assert "<unk>" in token_classifier.compress(SENTENCES + "<unk>", keep=0.01).text
+
+
 def test_a_chat_without_a_template_is_its_contents(token_classifier):
     result = token_classifier.compress(PROMPTS["chat"], keep=0.5)
     assert result.messages[0] == PROMPTS["chat"][0]
@@ -200,10 +208,12 @@ def test_a_batch_has_a_question_for_each(language_model):
 
 def test_twice_the_same_and_the_model_as_it_was(compressor):
     compressor.model.train()
+    compressor.model.base_model.eval()  # a part of it
+    modes = [module.training for module in compressor.model.modules()]
     compressor.model.config.attention_dropout = 0.5
     try:
         found = [compressor.compress(SENTENCES, keep=0.5) for _ in range(3)]
-        assert compressor.model.training
+        assert [module.training for module in compressor.model.modules()] == modes
     finally:
         compressor.model.eval()
     assert all(one == other for one, other in itertools.pairwise(found))
