@@ -50,7 +50,8 @@ class PagedCache(DecodeStepMixin, MovesMixin, Cache):
 
     Args:
         config: the model's own config object (`model.config`): its attention implementation is read at every forward.
-            A cache that is pickled without its model has a copy of the config; `save` and `load` need none.
+            A cache that is pickled without its model has a copy of the config; `save` and `load` need none. One with
+            `prefix_cache` or `offload` is not pickled: TypeError.
         block_size: tokens per block, a power of two from 8 to 256; by default 16, and 64 for "int4", 32 for "int2".
         kv_format: how keys and values are stored. "auto": the model's dtype. "int8", "fp8" (E4M3): about half the
             memory of bfloat16. "int4", "int2": 0.28 and 0.19 of it; the first block of every sequence and its last 128
@@ -258,9 +259,15 @@ class PagedCache(DecodeStepMixin, MovesMixin, Cache):
         if self.row_tokens is not None:
             self.row_tokens.reset()
 
+    def __getstate__(self):
+        if self.prefix_cache is not None or self.tiers is not None:
+            name = "prefix_cache" if self.prefix_cache is not None else "offload"
+            raise TypeError(f"a PagedCache with {name} cannot be pickled: it is shared by caches of this process")
+        return self.__dict__
+
     def __deepcopy__(self, memo):
         self.state.check_idle()
-        memo[id(self.state.config)] = self.state.config  # still the model's own
+        memo.setdefault(id(self.state.config), self.state.config)  # still the model's own, or that of its copy
         duplicate = memo[id(self)] = type(self).__new__(type(self))
         duplicate.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return duplicate

@@ -50,8 +50,8 @@ class PrefixCache:
     appends are not stored, nor is what follows them.
 
     Changes of active and merged adapters, autocast and weights are noticed. Other changes need a `clear()`: hooks that
-    are added or removed, other attributes of modules, and weights that are changed through `.data` (as PEFT does when
-    it unmerges, with rounding).
+    are added or removed, other attributes of modules, and weights that torch does not see change: through `.data` (as
+    PEFT does when it unmerges, with rounding) or NumPy, and those of a model made in inference mode.
 
     Several threads may use one PrefixCache (on CUDA: on one stream).
 

@@ -84,10 +84,10 @@ class PromptCompressor:
 
         Raises:
             TypeError: for an argument of another type.
-            ValueError: for a value out of range, an empty prompt or question, fewer `tokens` than must stay or than the
-                shortest word has, more than there are, a question too long for the model's positions, a question that
-                a classifier cannot use because the prompt does not say it, or `reorder` without documents and a
-                question.
+            ValueError: for a value out of range, an empty prompt or question or one with half of a character, fewer
+                `tokens` than must stay or than the shortest word has, more than there are, a question too long for the
+                model's positions, a question that a classifier cannot use because the prompt does not say it, or
+                `reorder` without documents and a question.
         """
         checks.check_budget(keep, tokens)
         checks.check_words(keep_words)

@@ -1,8 +1,10 @@
 """What a prompt is made of: the parts of its text that may lose words, and the rest, which stays."""
 
+import re
 from dataclasses import dataclass, field, replace
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 SEGMENTS = ("instruction", "demonstrations", "documents", "question")
 SHORTENED_ROLES = ("user", "assistant")
 
@@ -41,7 +43,7 @@ def read(prompt, question: str | None, tokenizer) -> Prompt:
 
     Raises:
         TypeError: for anything else.
-        ValueError: where it holds no text, or a template does not hold the messages as they are.
+        ValueError: where it holds no text or half of a character, or a template does not hold the messages as they are.
     """
     if question is not None and not isinstance(question, str):
         raise TypeError(f"question={question!r} is no text")
@@ -60,6 +62,9 @@ def read(prompt, question: str | None, tokenizer) -> Prompt:
         )
     if not found.text.strip():
         raise ValueError(f"prompt={prompt!r} holds no text")
+    for name, text in (("prompt", found.text), ("question", found.question or "")):
+        if surrogate := _SURROGATE.search(text):
+            raise ValueError(f"{name} has {surrogate[0]!r}, half of a character, which no tokenizer reads")
     return _without_question(found)
 
 

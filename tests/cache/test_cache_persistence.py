@@ -126,7 +126,9 @@ def test_adapters_count(saved, llama):
     active = weights_fingerprint(model)
     with model.disable_adapter():
         disabled = weights_fingerprint(model)
-    assert len({before, active, disabled}) == 3
+    projection = model.base_model.model.model.layers[0].self_attn.q_proj
+    projection.set_scale("default", 3.0)
+    assert len({before, active, disabled, weights_fingerprint(model)}) == 4
     with pytest.raises(ValueError, match="active adapters differ"):
         PagedCache.load(saved[0], model)
     assert weights_fingerprint(llama) == before

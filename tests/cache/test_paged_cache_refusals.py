@@ -1,6 +1,7 @@
 """PagedCache: what it refuses, and what it finds out."""
 
 import copy
+import pickle
 from contextlib import nullcontext
 from unittest import mock
 
@@ -10,7 +11,7 @@ from helpers import left_padded_batch
 from kv_models import step
 from transformers import BartConfig, JambaConfig, MambaConfig
 
-from hf_efficient import Offload, PagedCache
+from hf_efficient import Offload, PagedCache, PrefixCache
 from hf_efficient.cache.page_handle import PAGES
 
 
@@ -108,3 +109,11 @@ def test_bad_operations(llama):
         step(llama, cache, torch.ones(2, 1, dtype=torch.long))
     with pytest.raises(RuntimeError, match="torch.no_grad"):
         llama(torch.ones(1, 1, dtype=torch.long), past_key_values=PagedCache(llama.config))
+
+
+def test_what_a_process_shares_is_not_pickled(llama):
+    for name, value in (("prefix_cache", PrefixCache(llama, num_blocks=4)), ("offload", Offload(1 << 20))):
+        with pytest.raises(TypeError, match=f"a PagedCache with {name} cannot be pickled"):
+            pickle.dumps(PagedCache(llama.config, **{name: value}))
+    model, cache = copy.deepcopy((llama, PagedCache(llama.config)))
+    assert cache.state.config is model.config is not llama.config  # not the one of the model that was copied

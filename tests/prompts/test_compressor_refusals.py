@@ -36,6 +36,8 @@ CASES = {
     "empty prompt": ("", HALF, ValueError, "prompt='' holds no text"),
     "blank prompt": (" \n", HALF, ValueError, "holds no text"),
     "empty segments": ({}, HALF, ValueError, "holds no text"),
+    "half a character": ("the \ud83d sea", HALF, ValueError, "prompt has '\\ud83d', half of a character"),
+    "half a character asked": (SENTENCES, dict(question="Who\udc00?", **HALF), ValueError, "question has '\\udc00'"),
     "no prompts": ([], HALF, ValueError, "prompt is an empty list"),
     "tokens as prompt": ([[1, 2, 3]], HALF, TypeError, "prompt is list: give a text"),
     "prompt of a number": (7, HALF, TypeError, "prompt is int: give a text"),

@@ -29,7 +29,7 @@ def _plain(value):
 
 
 def weights_fingerprint(model: torch.nn.Module) -> str:
-    """A digest of the floating-point parameters and of which adapters are active or merged.
+    """A digest of the floating-point parameters and of which adapters are active or merged, and how strongly.
 
     Of every parameter the name, shape, dtype and 4 values count; of those that accelerate keeps on the meta device no
     values.
@@ -45,7 +45,8 @@ def weights_fingerprint(model: torch.nn.Module) -> str:
     if samples:
         digest.update(torch.cat(samples).numpy().tobytes())
     adapters = {
-        f"{list(module.active_adapters)} {list(module.merged_adapters)} {module.disable_adapters}"
+        f"{list(module.active_adapters)} {list(module.merged_adapters)} {module.disable_adapters} "
+        f"{dict(scaling) if isinstance(scaling := getattr(module, 'scaling', None), dict) else None}"
         for module in model.modules()
         if hasattr(module, "merged_adapters") and hasattr(module, "disable_adapters")
     }
