@@ -10,7 +10,7 @@ import torch
 
 from hf_efficient.calibration.blocks import weight_of
 from hf_efficient.calibration.expert_scales import scale_experts
-from hf_efficient.calibration.folding import Folding, Producer, centred, powers_of_two
+from hf_efficient.calibration.folding import Folding, Producer, centred, powers_of_two, within_range
 from hf_efficient.formats import AffineFormat
 from hf_efficient.methods._affine_grid import covering_grid, group_width, grouped
 from hf_efficient.methods.awq import rounded
@@ -60,7 +60,7 @@ def search_scale(
     linears that read the same rows; formats: in which each is rounded to nearest; inputs: their `LinearInputs`;
     producer: channels that share a row of it share a scale; powers: only powers of two."""
     candidates = candidate_scales(weights, formats, inputs, producer)
-    candidates = powers_of_two(candidates) if powers else candidates
+    candidates = within_range(powers_of_two(candidates) if powers else candidates, weights)
     return min(candidates, key=lambda scale: output_error(weights, formats, inputs.hessian, scale))
 
 

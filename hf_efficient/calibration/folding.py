@@ -10,7 +10,7 @@ returned before. So a second reader of the norm (the residual of a post-norm blo
 that is not homogeneous (GELU), rules a candidate out. Without a producer the linears keep an `input_scale`."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -256,6 +256,12 @@ def powers_of_two(scales: Iterator[torch.Tensor]) -> list[torch.Tensor]:
     """The powers of two nearest to each of `scales`, float [K], in the same order, none twice."""
     rounded = (torch.exp2(scale.log2().round()) for scale in scales)
     return list({tuple(scale.tolist()): scale for scale in rounded}.values())
+
+
+def within_range(scales: Iterable[torch.Tensor], weights: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Those of `scales`, float [K], that take none of the `weights` [N, K] beyond the range of its dtype."""
+    largest = [(weight.abs().amax(0).float(), torch.finfo(weight.dtype).max) for weight in weights]
+    return (scale for scale in scales if all((own * scale <= limit).all() for own, limit in largest))
 
 
 @dataclasses.dataclass

@@ -9,7 +9,7 @@ import torch
 
 from hf_efficient.calibration.blocks import weight_of
 from hf_efficient.calibration.expert_scales import scale_experts
-from hf_efficient.calibration.folding import Folding, Producer, centred, powers_of_two
+from hf_efficient.calibration.folding import Folding, Producer, centred, powers_of_two, within_range
 from hf_efficient.calibration.static_ranges import activation_tensors
 from hf_efficient.methods import inner_format, quantize
 from hf_efficient.observers.hooks import watching_inputs
@@ -75,7 +75,7 @@ def search_scale(
     `absmax` is used; rows: float32 [n, K], on which the outputs are compared; producer: channels that share a row of it
     share a scale; powers: only powers of two."""
     candidates = candidate_scales(weights, inputs, producer)
-    candidates = powers_of_two(candidates) if powers else candidates
+    candidates = within_range(powers_of_two(candidates) if powers else candidates, weights)
     return min(candidates, key=lambda scale: output_error(weights, rounding, rows, scale))
 
 

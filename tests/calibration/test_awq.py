@@ -103,6 +103,19 @@ def test_scales_never_err_more_than_round_to_nearest(format, seed):
     assert error(x, weight, scaled / scale) <= error(x, weight, plain) * (1 + 1e-3)
 
 
+def test_scales_stay_within_the_range_of_float16():
+    """One channel is 10^12 times as large as the smallest, and its weight times most scales is above 65504."""
+    x, _, weight = layer()
+    x[:, 5], x[:, 9], weight[3, 5] = x[:, 5] * 1e4, x[:, 9] * 1e-8, 20
+    inputs, format = LinearInputs(40), AffineFormat(4, 8, False)
+    inputs.update(x)
+    weight = weight.half()
+    scale = search_scale([weight], [format], inputs)
+    assert not torch.equal(scale, torch.ones(40)) and (weight * scale).half().isfinite().all()
+    losses = [output_error([weight], [format], inputs.hessian, own) for own in (scale, torch.ones(40))]
+    assert losses[0] < losses[1]
+
+
 def test_clipping_takes_the_best_candidate_of_a_single_group():
     """With one group a row nothing else interacts: the loss is that of brute force over shrunken ranges."""
     x, inputs, weight = layer(rows=6, columns=16, outliers=2.0)

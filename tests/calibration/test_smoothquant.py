@@ -38,6 +38,15 @@ def int8_outputs(x, weight):
     return x @ ((weight / scale).round().clamp(-127, 127) * scale).T
 
 
+def test_scales_stay_within_the_range_of_float16():
+    x, _, weight = layer()
+    x[:, 5], x[:, 9], weight[3, 5] = x[:, 5] * 1e4, x[:, 9] * 1e-8, 20
+    inputs = LinearInputs(64, hessian=False)
+    inputs.update(x)
+    scale = search_scale([weight.half()], [(SMOOTH.format(), SMOOTH)], inputs, x)
+    assert not torch.equal(scale, torch.ones(64)) and (weight * scale).half().isfinite().all()
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_scale_is_the_best_of_the_papers_grid(seed):
     x, inputs, weight = layer(seed)
