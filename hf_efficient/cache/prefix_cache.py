@@ -202,9 +202,11 @@ class PrefixCache:
             ("recomputed_tokens", batch * columns),
         ):
             self._counts[name] += number
-        left = self._before(model, cache, rest)
-        restored = 0 if tokens.restored is None else tokens.restored.columns
-        tokens.restored = Restored(columns + restored, True, state.num_forwards)
+        try:
+            left = self._before(model, cache, rest)
+        finally:
+            restored = 0 if tokens.restored is None else tokens.restored.columns
+            tokens.restored = Restored(columns + restored, True, state.num_forwards)
         return rest if left is None else left
 
     def _new_tokens(self, cache, inputs: dict) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -250,6 +252,7 @@ class PrefixCache:
             key_value = like[:, :key_heads, :, :key_dim], like[:, :value_heads, :, :value_dim]
             layer.fix_pools(*key_value)
             layer.prepare(layer.join_plan(batch, columns, mask), *key_value)
+        tokens.restored = Restored(columns, was_empty, state.num_forwards)
         places, settled = {}, settled_tokens(layers, starts)  # block of the cache -> node
         for b, (start, count, table) in enumerate(zip(starts, counts, state.pool.tables)):
             if count:
@@ -261,7 +264,6 @@ class PrefixCache:
             layer.store.resume(state.pool.lengths, beginnings)
         tokens.append(starts, state.pool.lengths, marked[:, :columns], valid[:, :columns])
         tokens.read()  # these are on the CPU, and those of forwards need not be
-        tokens.restored = Restored(columns, was_empty, state.num_forwards)
         self._counts["skipped_tokens"] += sum(counts)
         if any(node.tier for node in places.values()):  # what was used comes back to the pool
             self._pool.store(cache, {b: sequence for b, sequence in enumerate(tokens.read()) if counts[b]})

@@ -62,9 +62,13 @@ class PrefixPool:
             copy = _copier(by_tier[0])
             for layer, pools in zip(layers, self.pools):
                 copy(pools, layer.store.pages)
-        for tier, blocks in enumerate(by_tier[1:], 1):
-            if blocks:
-                self.lower.give(tier, list(blocks.values()), [layer.store.pages for layer in layers], list(blocks))
+        try:
+            for tier, blocks in enumerate(by_tier[1:], 1):
+                if blocks:
+                    self.lower.give(tier, list(blocks.values()), [layer.store.pages for layer in layers], list(blocks))
+        except BaseException:
+            self.forget()  # else every prompt that begins so would fail
+            raise
         return list(map(len, by_tier))
 
     def store(self, cache, sequences: dict[int, list[int]]) -> None:

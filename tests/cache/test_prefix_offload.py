@@ -117,6 +117,23 @@ def test_a_forward_that_fails_after_computing_again(llama, tmp_path):
     torch.testing.assert_close(forward(llama, cache, text["input_ids"], logits_to_keep=1), expected)
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_file_that_cannot_be_read_fails_one_forward(llama, tmp_path, recomputes, monkeypatch):
+    """The cache is empty again, and the next forward computes the prompt."""
+    llama.set_attn_implementation("flash_paged")
+    prefix, text = tiered(llama, tmp_path, pool=2, host=1), left_padded_batch((41,), seed=1)
+    for each in (text, left_padded_batch((41,), seed=2)):
+        generate(llama, each, prefix, new_tokens=1)
+    monkeypatch.setattr(prefix._rates, "leading_blocks", lambda *_: int(recomputes))
+    monkeypatch.setattr("os.preadv", lambda *_: 0)  # as of a file that was shortened
+    cache = PagedCache(llama.config, block_size=SIZE, prefix_cache=prefix)
+    with pytest.raises(OSError, match="the file of a PrefixCache was shortened"):
+        forward(llama, cache, text["input_ids"], logits_to_keep=1)
+    assert cache.cache_seqlens == [] and prefix.stats()["disk_blocks"] == 0
+    expected = forward(llama, PagedCache(llama.config, block_size=SIZE), text["input_ids"])[:, -1:]
+    torch.testing.assert_close(forward(llama, cache, text["input_ids"], logits_to_keep=1), expected)
+
+
 def test_which_blocks_are_computed():
     rates = Rates(100.0, 1.0)
     tiers = [[2]] * 4
