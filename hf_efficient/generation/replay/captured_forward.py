@@ -271,12 +271,14 @@ def is_watched(model) -> bool:
 
 def is_being_watched() -> bool:
     """Whether something observes the forwards of all modules, all operators or functions, or hidden states in this
-    context, or replaces functions of `torch.nn.functional`. It would not see replayed forwards."""
+    context, or replaces functions of `torch.nn.functional`. It would not see replayed forwards. Or whether
+    torch autocasts: it keeps cast weights until its context ends, and replays would read those of the first call."""
     modes = [type(mode) for mode in _get_current_function_mode_stack()]
     return bool(
         _FUNCTIONS(vars(functional)) != _OF_TORCH
         or any(mode is not DeviceContext and not mode.__module__.startswith("hf_efficient.") for mode in modes)
         or _has_any_global_hook()
+        or any(map(torch.is_autocast_enabled, DTYPES))
         or torch._C._len_torch_dispatch_stack()
         or collects_hidden_states()
     )

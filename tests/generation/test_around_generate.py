@@ -1,0 +1,76 @@
+"""What surrounds a call of `generate()`: autocast, forwards of other threads, and settings of drafters made by hand."""
+
+from threading import Thread
+
+import pytest
+import torch
+from draft_models import fixed
+from helpers import left_padded_batch, tiny_model
+from native_loop import CAPTURES, transformers_loop
+
+from hf_efficient import BestOf, DraftHeads, MedusaHeads, PromptLookup, TokenRecycling, enable_speculation
+from hf_efficient.generation.drafters.eagle import EagleHead
+
+
+OPTIONS = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+
+@CAPTURES
+@pytest.mark.native_loop
+@pytest.mark.parametrize("extra", [{}, {"prompt_lookup_num_tokens": 3}], ids=["loop", "drafts"])
+def test_weights_written_through_data_under_autocast(extra):
+    """torch keeps cast weights until the context ends; no capture of one call may read them in another."""
+    model, batch = enable_speculation(tiny_model("llama")), left_padded_batch((5, 7))
+
+    def generate(**extra):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model.generate(**batch, **OPTIONS, **extra)
+
+    for _ in range(2):
+        before = generate(**extra)
+    model.model.layers[1].mlp.up_proj.weight.data.mul_(3)
+    with transformers_loop():
+        expected = generate()
+    assert torch.equal(generate(**extra), expected) and not torch.equal(before, expected)
+
+
+@pytest.mark.parametrize("kind", [EagleHead, MedusaHeads])
+def test_a_forward_of_another_thread_while_heads_read_hidden_states(kind):
+    """Of another batch: its hidden states are none of the call's."""
+    model, batch = enable_speculation(tiny_model("llama")), left_padded_batch()
+    heads, others = fixed(kind.for_model(model, draft_tokens=64)), []
+
+    def in_another_thread(*_):
+        if len(others) % 2 == 0:  # the other forward comes here, too
+            others.append(Thread(target=model, args=(torch.tensor([[5, 6]]),)))
+            others[-1].start()
+            others[-1].join()
+        else:
+            others.append(None)
+
+    expected = model.generate(**batch, **OPTIONS)
+    model.model.layers[1].register_forward_hook(in_another_thread)
+    assert torch.equal(model.generate(**batch, **OPTIONS, assistant_model=heads), expected)
+    assert len(others) > 2
+
+
+@pytest.mark.parametrize("kind", ["EAGLE", "Medusa", "recycling", "lookup", "best of"])
+def test_max_tokens_set_by_hand(kind, tmp_path):
+    """Fewer than heads were made for is what they guess; another value is refused, and files do not depend on it."""
+    model, batch = enable_speculation(tiny_model("llama")), left_padded_batch((5, 7))
+    made = {"EAGLE": lambda: EagleHead.for_model(model, 64), "Medusa": lambda: MedusaHeads.for_model(model, 64)}
+    drafter = made.get(kind, TokenRecycling if kind == "recycling" else PromptLookup)()
+    whole = BestOf(TokenRecycling(), drafter) if kind == "best of" else drafter
+    expected = model.generate(**batch, **OPTIONS)
+    for value in (0, -3, 2.5, "4", None, True, *((100,) if kind in ("EAGLE", "Medusa", "recycling") else ())):
+        before, drafter.max_tokens = drafter.max_tokens, value
+        with pytest.raises(ValueError, match=f"max_tokens={value!r} of {type(drafter).__name__}: must be an integer"):
+            model.generate(**batch, **OPTIONS, assistant_model=fixed(whole))
+        drafter.max_tokens = before
+    drafter.max_tokens = 2
+    output = model.generate(**batch, **OPTIONS, assistant_model=fixed(whole), return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected)
+    if isinstance(drafter, DraftHeads):
+        assert len(output.acceptance_by_position) == 2
+        drafter.save_pretrained(tmp_path)
+        assert DraftHeads.from_pretrained(tmp_path).max_tokens == before
