@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
+from threading import get_ident
 
 import torch
 from torch.nn.functional import pad
@@ -260,19 +261,22 @@ class RaggedModel(PromptReading, PackedReading):
 
     @contextmanager
     def _collecting_hidden(self):
-        """Collects `hidden` from the forwards inside: a prompt may be run in chunks."""
+        """Collects `hidden` from the forwards inside: a prompt may be run in chunks. Those of other threads pass by."""
         if self.hidden_layers is None:
             yield
             return
         layers = decoder_layers(self.model)[1] if self.hidden_layers else ()
-        given, parts = {}, []
+        given, parts, thread = {}, [], get_ident()
 
         def note_end(module, inputs, outputs):
+            if get_ident() != thread:
+                return
             states = [outputs.last_hidden_state, *(given[index] for index in self.hidden_layers)]
             parts.append(torch.cat(states, -1) if len(states) > 1 else states[0])
 
         def note(index, module, inputs, outputs):
-            given[index] = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+            if get_ident() == thread:
+                given[index] = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
 
         with ExitStack() as hooks:
             hooks.enter_context(self.model.get_decoder().register_forward_hook(note_end))
