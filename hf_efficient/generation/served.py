@@ -137,6 +137,7 @@ def check(request: GenerationRequest) -> Cache | None:
         if speculation.model is not None:
             check_ragged(speculation.model, request.batch_size, "assistant_model")
         request.drafter.check(request.model)
+        request.drafter.check_max_tokens()
     return cache
 
 

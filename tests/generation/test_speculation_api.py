@@ -239,7 +239,8 @@ def test_bad_draft_settings_are_refused(llama):
     target, _, batch, _ = llama
     draft = drafting(copy.deepcopy(target))
     tokens = [("num_assistant_tokens", x, "an integer of at least 1") for x in (0, 2.5, True, "3", float("nan"))]
-    chances = [("assistant_confidence_threshold", x, "a number of at least 0") for x in (-1, "a", True, float("nan"))]
+    wrong = (-1, 1.01, "a", True, float("nan"))
+    chances = [("assistant_confidence_threshold", x, "a number from 0 to 1") for x in wrong]
     for name, value, allowed in tokens + chances:
         settings = drafting(draft).generation_config
         setattr(settings, name, value)

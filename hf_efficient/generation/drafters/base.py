@@ -50,6 +50,13 @@ class Drafter(ABC):
     def check(self, model) -> None:  # noqa: B027
         """Raises ValueError when this drafter cannot draft for `model`, before anything is computed."""
 
+    def check_max_tokens(self, most: int | None = None) -> None:
+        """Raises ValueError where `max_tokens` is no integer from 1 to `most`; None: of any size."""
+        given = getattr(self, "max_tokens", None)
+        if not isinstance(given, int) or isinstance(given, bool) or given < 1 or (most is not None and given > most):
+            allowed = "of at least 1" if most is None else f"from 1 to {most}"
+            raise ValueError(f"max_tokens={given!r} of {type(self).__name__}: must be an integer {allowed}")
+
     @abstractmethod
     def begin(self, sequences: Sequences, hidden: torch.Tensor | None = None) -> None:
         """Reads the prompts and the tokens already generated of the live sequences.

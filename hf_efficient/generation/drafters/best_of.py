@@ -77,6 +77,7 @@ class BestOf(Drafter):
     def check(self, model) -> None:
         for drafter in self.drafters:
             drafter.check(model)
+            drafter.check_max_tokens()
 
     def begin(self, sequences: Sequences, hidden: torch.Tensor | None = None) -> None:
         self.device = sequences.device

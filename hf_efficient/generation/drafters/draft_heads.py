@@ -34,6 +34,7 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
 
     Attributes:
         nodes: tokens guessed at most a step and sequence, 1 to 63; may be set any time.
+        max_tokens: may be lowered any time.
         temperatures: one a depth: softmax(logits / temperature) is the measured probability that a guess is right.
         accuracies: one list a depth: how often the r-th most probable guess was right, on text not trained on.
     """
@@ -84,6 +85,7 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
         self.bind(model)
 
     def _check_target(self, model) -> None:
+        self.check_max_tokens(len(self.temperatures))
         ours = self.describe(model)
         for field, value in ours.items():
             if field != "name" and value != self.target.get(field, value):  # published heads do not say all of them
@@ -132,7 +134,7 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
         config = {
             "kind": self.kind,
             "target": self.target,
-            "shape": {"draft_tokens": len(self.draft_tokens), "max_tokens": self.max_tokens, **self.shape},
+            "shape": {"draft_tokens": len(self.draft_tokens), "max_tokens": len(self.temperatures), **self.shape},
             "temperatures": self.temperatures,
             "accuracies": self.accuracies,
         }

@@ -89,10 +89,10 @@ def draft_settings(model, max_tokens: int = 20) -> tuple[int, float]:
         raise ValueError(
             f"num_assistant_tokens={tokens!r} in the assistant's generation_config: expected an integer of at least 1"
         )
-    if not _is_number(threshold) or threshold < 0:
+    if not _is_number(threshold) or not 0 <= threshold <= 1:
         raise ValueError(
-            f"assistant_confidence_threshold={threshold!r} in the assistant's generation_config: expected a number of "
-            "at least 0"
+            f"assistant_confidence_threshold={threshold!r} in the assistant's generation_config: expected a number "
+            "from 0 to 1"
         )
     return int(tokens), threshold
 

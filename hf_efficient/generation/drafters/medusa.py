@@ -51,7 +51,7 @@ class MedusaHeads(DraftHeads):
 
     def begin(self, sequences, hidden=None) -> None:
         self._hidden, self._device = hidden[:, -1], sequences.device
-        self._tree = static_tree(self.accuracies, MAX_NODES)
+        self._tree = static_tree(self.accuracies[: self.max_tokens], MAX_NODES)
         self._token_ids = self.draft_tokens.cpu().numpy()
         self._temperatures = torch.tensor(self.temperatures, device=self.bias.device)[:, None]
 

@@ -78,7 +78,7 @@ class PublishedMedusa(MedusaHeads):
     def propose(self, limits: list[int], nodes: int) -> Proposal | None:
         if not any(limits):
             return None
-        branches = min(BRANCHES, len(self.draft_tokens))
+        branches, limits = min(BRANCHES, len(self.draft_tokens)), [min(limit, self.max_tokens) for limit in limits]
         if branches not in self._captures:
             self._captures[branches] = CapturedFunction(functools.partial(self._guess, branches))
         likely, tokens = (

@@ -53,6 +53,7 @@ class TokenRecycling(Drafter):
 
     @torch.inference_mode(False)
     def check(self, model) -> None:
+        self.check_max_tokens(len(self.right))
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         if self.table is None:
             if vocabulary < self.candidates:
