@@ -42,7 +42,8 @@ def prune(weight: torch.Tensor, method: str, target: Sparsity, inputs=None) -> t
         inputs: `LinearInputs` of the layer, for methods that need it.
 
     Raises:
-        ValueError: the pattern does not divide K, the weight is not finite, or the method lacks what it needs.
+        ValueError: the pattern does not divide K, the weight is not finite, the method lacks what it needs, or weights
+            that make up for others are beyond the range of the dtype.
     """
     module = get_method(method)
     if not weight.isfinite().all():
@@ -50,4 +51,10 @@ def prune(weight: torch.Tensor, method: str, target: Sparsity, inputs=None) -> t
     if missing := [need for need in module.NEEDS if getattr(inputs, need, None) is None]:
         raise ValueError(f"method={method!r} needs {' and '.join(missing)} of the inputs: none is given")
     target.competitors(*weight.shape)
-    return module.prune(weight, target, inputs)
+    pruned, mask = module.prune(weight, target, inputs)
+    if not pruned.isfinite().all():
+        raise ValueError(
+            f"method={method!r}: weights that make up for others are beyond the range of {weight.dtype}: load the "
+            "model in bfloat16 or float32, or take method='wanda'"
+        )
+    return pruned, mask

@@ -23,11 +23,12 @@ def prune(
     steps: of ADMM."""
     hessian = inputs.hessian.to(weight.device).clone()
     mean = hessian.diagonal().mean()
+    is_read = (hessian.diagonal() > 0) | (mean == 0)  # weights of inputs that are always 0 go first
     hessian.diagonal().add_(damping * mean if mean > 0 else 1)
     scale = hessian.diagonal().sqrt()
     hessian /= scale[:, None] * scale
     dense = weight.float() * scale
-    mask = _support(dense, hessian, target, steps)
+    mask = _support(dense * is_read, hessian, target, steps)
     pruned = least_squares(dense.where(mask, 0), dense, hessian, mask) / scale
     return pruned.where(mask, 0).to(weight.dtype), mask
 

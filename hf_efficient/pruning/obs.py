@@ -28,6 +28,7 @@ def prune(
         )
     hessian = inputs.hessian.to(weight.device).double()
     mean = hessian.diagonal().mean()
+    is_read = (hessian.diagonal() > 0) | (mean == 0)  # weights of inputs that are always 0 go first
     hessian = hessian + (damping * mean if mean > 0 else 1) * torch.eye(columns, device=weight.device)
     factor, failed = torch.linalg.cholesky_ex(hessian)
     if failed:
@@ -39,7 +40,7 @@ def prune(
     quota = torch.full((rows * columns // count,), count - kept, device=weight.device)  # left to remove, per group
     while quota.any():
         open = mask & (quota > 0).repeat_interleave(count).view_as(mask)
-        cost = (pruned.square() / inverse.diagonal(dim1=1, dim2=2)).masked_fill_(~open, torch.inf)
+        cost = (pruned.square() * is_read / inverse.diagonal(dim1=1, dim2=2)).masked_fill_(~open, torch.inf)
         if target.pattern is None and target.group == "layer":
             chosen = cost.argmin()[None]
         else:  # rows are independent: one weight of each row

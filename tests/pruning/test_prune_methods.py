@@ -94,12 +94,20 @@ def test_rounding_with_gptq_makes_up_for_zeros_that_stay():
 
 def test_an_input_that_is_never_there_is_pruned_first():
     weight, x, _ = layer(8, 32)
-    x[:, ::4] = 0
+    x[:, ::4], weight[:, ::4] = 0, 1e3 * weight[:, ::4]
     inputs = LinearInputs(32)
     inputs.update(x)
-    for method in ("wanda", "sparsegpt"):
+    for method in ("wanda", "sparsegpt", "alps", "obs"):
         pruned, mask = prune(weight, method, Sparsity(0.25), inputs)
         assert pruned.isfinite().all() and not mask[:, ::4].any(), method
+
+
+@pytest.mark.parametrize("method", ["sparsegpt", "alps", "obs"])
+def test_weights_beyond_the_range_of_float16_are_refused(method):
+    weight, _, inputs = layer(6, 40)
+    weight = (weight / weight.abs().max() * 6e4).half()
+    with pytest.raises(ValueError, match=f"method='{method}'.*beyond the range of torch.float16"):
+        prune(weight, method, Sparsity(0.9), inputs)
 
 
 def test_methods_say_what_they_lack():
