@@ -57,10 +57,10 @@ def forced_words(prompt: Prompt, words: list[Word], keep_words) -> set[int]:
         r"(?<!\w)" * bool(re.match(r"\w", word)) + re.escape(word) + r"(?!\w)" * bool(re.search(r"\w$", word))
         for word in keep_words
     ]
-    spans = [match.span() for pattern in patterns for match in re.finditer(pattern, prompt.text)]
-    return {
-        index for index, word in enumerate(words) if any(start < word.end and word.start < end for start, end in spans)
-    }
+    held = bytearray(len(prompt.text))  # by character
+    for start, end in (match.span() for pattern in patterns for match in re.finditer(pattern, prompt.text)):
+        held[start:end] = b"\1" * (end - start)
+    return {index for index, word in enumerate(words) if 1 in held[word.start : word.end]}
 
 
 def order_of(groups: list[Group], worth: list[float]) -> list[int]:

@@ -273,6 +273,7 @@ def test_the_rotary_embedding_is_the_models():
         (lambda: SnapKV(kernel_size=4), "kernel_size=4: must be odd"),
         (lambda: ExpectedAttention(future=0), "future=0"),
         (lambda: AdaKV(SinkWindow()), "must be a Scorer that may keep different tokens"),
+        (lambda: AdaKV(TOVA()), "must be a Scorer that may keep different tokens"),
         (lambda: AdaKV(SnapKV(), floor=1.5), "floor=1.5"),
         (lambda: cache_with(0.5), "eviction=0.5: must be an EvictionPolicy"),
         (lambda: cache_with(num_blocks=4), "num_blocks=4 with eviction"),

@@ -3,12 +3,14 @@
 import torch
 
 from hf_efficient.cache.eviction.base import Scorer, View
+from hf_efficient.cache.eviction.tova import TOVA
 
 
 class AdaKV(Scorer):
     """Lets the heads of a layer compete for the budget, by the scores of another scorer.
 
-    The scores must be comparable between heads: attention is, a position is not.
+    The scores must be comparable between heads: attention is, a position is not, nor are those of `TOVA`, whose heads
+    keep the same tokens.
 
     Paper: Feng et al., Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation (2407.11550).
 
@@ -18,7 +20,7 @@ class AdaKV(Scorer):
     """
 
     def __init__(self, scorer: Scorer, floor: float = 0.2):
-        if not isinstance(scorer, Scorer) or scorer.reindexes:
+        if not isinstance(scorer, Scorer) or isinstance(scorer, TOVA) or scorer.reindexes:
             raise ValueError(f"scorer={scorer!r}: must be a Scorer that may keep different tokens in every head")
         if isinstance(floor, bool) or not isinstance(floor, int | float) or not 0 <= floor <= 1:
             raise ValueError(f"floor={floor!r}: must be a share from 0 to 1")
