@@ -12,15 +12,17 @@ from hf_efficient.methods._error_feedback import Feedback, output_error
 def quantize(weight: torch.Tensor, format: CodebookFormat, inputs, damping: float = 0.01) -> dict[str, torch.Tensor]:
     """The canonical tensors of weight [N, K] for the inputs' `hessian` [K, K].
 
-    Learned tables and scales are those of `kmeans`, with columns weighed by the errors that GPTQ cannot make up for;
-    with a fixed table those of `CodebookFormat.round`. Codes come from error feedback and one descent. Rows where
-    that is worse than the nearest entries get those."""
+    Learned tables and scales are those of `kmeans`, with columns weighed by the errors that GPTQ cannot make up for,
+    the damping left out; with a fixed table those of `CodebookFormat.round`. Codes come from error feedback and one
+    descent. Rows where that is worse than the nearest entries get those."""
     hessian = inputs.hessian.to(weight.device)
     feedback = Feedback(hessian, damping)
+    # beside an input that is thousands of times larger, damping would be most of what other columns weigh
+    importance = (feedback.importance - damping * hessian.diagonal().mean()).clamp_min_(0)
     if format.codebook == "kmeans":
-        tensors = kmeans.quantize(weight, format, SimpleNamespace(mean_square=feedback.importance))
+        tensors = kmeans.quantize(weight, format, SimpleNamespace(mean_square=importance))
     else:
-        tensors = format.round(weight, feedback.importance)
+        tensors = format.round(weight, importance)
     scale, table = format.scale(tensors), format.table(tensors)
     plain = format.dequantize(tensors, weight.shape[1], torch.float32)
     nearest = _columns(scale, table, format)

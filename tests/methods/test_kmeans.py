@@ -156,3 +156,17 @@ def test_feedback_lowers_the_output_error(format):
     differences = (format.dequantize(chosen, 80, torch.float64) - weight.double() for chosen in (tensors, nearest))
     ours, theirs = ((difference @ x.t().double()).square().sum(1) for difference in differences)
     assert ours.sum() < 0.8 * theirs.sum() and (ours <= 1.0001 * theirs).all()
+
+
+@pytest.mark.parametrize("group_size", [16, -1])
+def test_gptq_learns_tables_for_a_huge_input(group_size):
+    """Its mean square is 10^8 times that of the others, the damping 10^4 times."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(300, 48, generator=generator), torch.randn(16, 48, generator=generator)
+    x[:, 7] *= 1e4
+    inputs = SimpleNamespace(hessian=x.T @ x, mean_square=x.square().mean(0))
+    format, errors = CodebookFormat("kmeans", 3, group_size), []
+    for method in (_gptq_codebook, kmeans):
+        change = weight - format.dequantize(method.quantize(weight, format, inputs), 48, torch.float32)
+        errors.append((x.double() @ change.double().T).square().sum())
+    assert errors[0] < 1.05 * errors[1]
