@@ -64,14 +64,12 @@ def model_inputs(config: CalibrationConfig, tokenizer, model) -> list[dict[str, 
     encoder, shifted by one token.
 
     Raises:
-        ValueError: what `load_tokens` raises; padded inputs; a model that reads no text; windows longer than the model
-            has positions; tokens outside its vocabulary.
+        ValueError: what `load_tokens` raises; padded inputs, or values among them that are no tensors; a model that
+            reads no text; windows longer than the model has positions; tokens outside its vocabulary.
     """
     if config.inputs is not None:
-        if any((batch["attention_mask"] == 0).any() for batch in config.inputs if "attention_mask" in batch):
-            raise ValueError(
-                "inputs: attention_mask holds zeros, and padding would count as data: give rows of one length"
-            )
+        for batch in config.inputs:
+            _check_batch(batch)
         return config.inputs
     if model.main_input_name != "input_ids":
         raise ValueError(
@@ -97,6 +95,15 @@ def model_inputs(config: CalibrationConfig, tokenizer, model) -> list[dict[str, 
             shifted[:, 0] = start
             batch["decoder_input_ids"] = shifted
     return batches
+
+
+def _check_batch(batch: dict) -> None:
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor) or not value.numel():
+            form = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(f"inputs: {name} is {form}: every value must be a tensor that is not empty")
+        if name in ("attention_mask", "decoder_attention_mask") and (value == 0).any():
+            raise ValueError(f"inputs: {name} holds zeros, and padding would count as data: give rows of one length")
 
 
 def _encode(tokenizer, text: str) -> list[int]:

@@ -114,3 +114,17 @@ def test_tokens_that_the_model_cannot_read(llama):
         model_inputs(CalibrationConfig(tokens=torch.ones(1, 300, dtype=torch.int64)), None, llama)
     batches = model_inputs(CalibrationConfig(tokens=torch.ones(5, 8, dtype=torch.int64), batch_size=2), None, llama)
     assert [list(batch["input_ids"].shape) for batch in batches] == [[2, 8], [2, 8], [1, 8]]
+
+
+def test_inputs_are_tensors_without_padding(llama):
+    ids = torch.ones(2, 8, dtype=torch.int64)
+    padded = torch.arange(8).expand(2, 8) > 0
+    for name, value, match in (
+        ("attention_mask", padded, "attention_mask holds zeros"),
+        ("decoder_attention_mask", padded, "decoder_attention_mask holds zeros"),
+        ("attention_mask", padded.tolist(), "attention_mask is list: every value must be a tensor"),
+        ("output_hidden_states", True, "output_hidden_states is bool: every value must be a tensor"),
+        ("input_ids", ids[:0], r"input_ids is a tensor \[0, 8\]: every value must be a tensor that is not empty"),
+    ):
+        with pytest.raises(ValueError, match=f"inputs: {match}"):
+            model_inputs(CalibrationConfig(inputs=[{"input_ids": ids}, {"input_ids": ids, name: value}]), None, llama)
