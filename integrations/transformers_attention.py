@@ -236,13 +236,19 @@ def _refuse_packed(position_ids, query, handle) -> None:
         )
 
 
-@functools.cache
 def _transformers():
+    return _import() if torch.compiler.is_compiling() else _imported()  # dynamo warns of functools.cache
+
+
+def _import():
     from transformers import modeling_flash_attention_utils
     from transformers.generation.continuous_batching import PagedAttentionCache
     from transformers.utils import output_capturing
 
     return modeling_flash_attention_utils, PagedAttentionCache, output_capturing._active_collector
+
+
+_imported = functools.cache(_import)
 
 
 def register() -> None:
