@@ -47,7 +47,10 @@ class EfficientEmbedding(SingleWeightModule, nn.Embedding):
     is_multiplied = False
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
-        """The rows `ids`. Raises IndexError for ids that are out of range, as an embedding on a CPU does."""
+        """The rows `ids`. Raises IndexError for ids that are out of range, as an embedding on a CPU does, and TypeError
+        for ids that are neither int32 nor int64."""
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"ids of {ids.dtype} are no row numbers: allowed are torch.int32 and torch.int64")
         layout, dtype = self._layout, self._parameters["weight"].dtype
         if layout is None or layout.dtype is not dtype:
             layout = self.layouts("", dtype)[0]

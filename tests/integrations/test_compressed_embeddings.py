@@ -79,6 +79,16 @@ def test_adapters_that_read_the_weight_are_refused(module, options):
         get_peft_model(load(folder("llama_tied"), **EMBEDDED), LoraConfig(target_modules=[module], **options))
 
 
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint8])
+def test_ids_that_are_no_row_numbers_are_refused(name, dtype):
+    embedding = load(folder(name), **EMBEDDED).model.embed_tokens
+    rows = embedding(IDS)
+    assert torch.equal(embedding(IDS.int()), rows)
+    with pytest.raises(TypeError, match=f"ids of {dtype} are no row numbers: allowed are torch.int32 and torch.int64"):
+        embedding(IDS.to(dtype))
+
+
 def test_trainable_tokens_are_refused():
     model = load(folder("llama_tied"), **EMBEDDED)
     with pytest.raises(ValueError, match="trainable tokens replace rows of the embedding, which is compressed"):
