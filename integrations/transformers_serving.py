@@ -101,6 +101,7 @@ def _streamed_as_asked(original):
         with _Refusals(), request_options.giving(_asked(self._cb.model, gen_config, processor)):
             queue, streamer = original(self, model, processor, inputs, gen_config, name, *args, **kwargs)
         streamer.generation_config, streamer.prompt_tokens = gen_config, len(inputs["input_ids"])
+        streamer.tokenizer = _tokenizer_of(processor)
         return queue, streamer
 
     return generate_streaming
@@ -182,9 +183,11 @@ class _CutStreamer(utils.CBStreamer):
 
     Attributes:
         generation_config, prompt_tokens: of the request.
+        tokenizer: of the model.
     """
 
-    generation_config = prompt_tokens = None
+    generation_config = prompt_tokens = tokenizer = None
+    _tokens = ()
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -192,8 +195,12 @@ class _CutStreamer(utils.CBStreamer):
         if self._stops is not None:
             self._decode_stream = CutText(self._decode_stream, self._stops)
 
+    def put(self, output) -> None:
+        self._tokens = output.generated_tokens
+        super().put(output)
+
     def end(self) -> None:
-        """As transformers', after the text that was held back."""
+        """As transformers', after the text that was held back. What was cut off does not count as usage."""
         _end_by_room(self._cb, self.generation_config, self.prompt_tokens)
         if self._stops is not None:
             if text := self._decode_stream.rest():
@@ -203,6 +210,8 @@ class _CutStreamer(utils.CBStreamer):
                 for part in parts:
                     self._queue.put_nowait(part)
             if self._decode_stream.is_cut:
+                kept, _ = cut(self._tokens, self._stops, self.tokenizer, self._parser is not None)
+                self.total_tokens = len(kept)
                 _end_by_stop(self.generation_config)
         super().end()
 

@@ -147,6 +147,17 @@ def test_an_answer_is_cut_at_its_stop_string(asked, answers, prompt, stream):
     assert asked.blocks() == 0
 
 
+def test_usage_counts_the_tokens_of_the_text(asked, answers):
+    """Streamed or not."""
+    whole = answers[PROMPTS[0]]
+    for at in range(1, len(whole) - 3, 3):
+        options = {"stop": [whole[at : at + 3]]}
+        usage = asked.chat(PROMPTS[0], **options).usage
+        assert [*asked.chat(PROMPTS[0], stream=True, **options)][-1].usage == usage
+        assert usage.completion_tokens < NEW_TOKENS
+    assert [*asked.chat(PROMPTS[0], stream=True)][-1].usage.completion_tokens == NEW_TOKENS
+
+
 def test_a_prompt_holds_no_stop_string(asked, answers):
     """Only what is written counts, as OpenAI has it."""
     prompt = PROMPTS[3]
