@@ -114,8 +114,8 @@ def estimate(
             that is missing or bad, a checkpoint compressed by another package.
     """
     for name, value in (("batch_size", batch_size), ("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r}: must be a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+            raise ValueError(f"{name}={value!r}: must be a positive integer below 2**31")
     if isinstance(price_per_hour, bool) or not (price_per_hour is None or _is_positive(price_per_hour)):
         raise ValueError(f"price_per_hour={price_per_hour!r}: must be a positive number")
     if quantization is not None and not isinstance(quantization, CompressionConfig):

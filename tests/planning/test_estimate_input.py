@@ -29,6 +29,7 @@ NO_MODULE = hf_efficient.WeightOnlyConfig(modules_to_not_convert=["nowhere"])
         ("no/such.json", {}, "there is no such file"),
         (17, {}, "model=17"),
         (LLAMA, {"batch_size": 0}, "batch_size=0: must be a positive integer"),
+        (LLAMA, {"batch_size": 2**31}, "batch_size=2147483648: must be a positive integer below 2**31"),
         (LLAMA, {"prompt_tokens": 1.5}, "prompt_tokens=1.5"),
         (LLAMA, {"new_tokens": True}, "new_tokens=True"),
         (LLAMA, {"kv_format": "int5"}, "kv_format='int5'"),
