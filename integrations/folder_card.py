@@ -40,7 +40,7 @@ def render(
         **({} if on_hub or base_model is None else {model_card.FOLDER_FIELD: base_model}),
     )
     shown_base = base_model if on_hub else f"path/to/{base_model or 'the base model'}"
-    made = "[hf_efficient](https://pypi.org/project/hf_efficient), a plugin for transformers"
+    made = "hf_efficient, a plugin for transformers"
     parts = [
         f"---\n{data.to_yaml()}\n---",
         f"# {name}",

@@ -12,6 +12,7 @@ from hf_efficient.integrations import folder_record, model_card
 
 
 WEIGHTS = (".safetensors", ".gguf")
+INSTALL = "(not on PyPI: `pip install .` in a clone of its repository)"
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,7 @@ def _served(place: str, base: str, engines: list[str] | None) -> str:
     others = [engine for engine in engines or () if engine not in ("vLLM", "transformers")]
     if others:
         parts.append(f"{' and '.join(others)} read the folder in the same way.")
-    parts += [
-        "With transformers and hf_efficient (`pip install hf_efficient`):",
-        _with_transformers(place, "import hf_efficient"),
-    ]
+    parts += [f"With transformers and hf_efficient {INSTALL}:", _with_transformers(place, "import hf_efficient")]
     return "\n\n".join(parts)
 
 
@@ -58,7 +56,7 @@ def _adopted(place: str, base: str, engines: list[str] | None) -> str:
     parts = [
         "With transformers and bitsandbytes:",
         _with_transformers(place),
-        "Without bitsandbytes, on CPUs and GPUs, with hf_efficient (`pip install hf_efficient`):",
+        f"Without bitsandbytes, on CPUs and GPUs, with hf_efficient {INSTALL}:",
         _with_transformers(place, "import hf_efficient"),
     ]
     return "\n\n".join(parts)
@@ -76,7 +74,7 @@ def _plain(place: str, base: str, engines: list[str] | None) -> str:
 
 
 def _heads(place: str, base: str, engines: list[str] | None) -> str:
-    return "With hf_efficient (`pip install hf_efficient`), beside the model they were trained for:\n\n" + _python(
+    return f"With hf_efficient {INSTALL}, beside the model they were trained for:\n\n" + _python(
         "import hf_efficient",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
@@ -90,7 +88,7 @@ def _heads(place: str, base: str, engines: list[str] | None) -> str:
 
 
 def _context(place: str, base: str, engines: list[str] | None) -> str:
-    return "With hf_efficient (`pip install hf_efficient`), beside the model they were trained for:\n\n" + _python(
+    return f"With hf_efficient {INSTALL}, beside the model they were trained for:\n\n" + _python(
         "import hf_efficient",
         "from transformers import AutoModelForCausalLM",
         "",

@@ -49,7 +49,8 @@ def push(
         report: a report.json that measured this folder (`hf-efficient run --model BASE --config FOLDER --output
             FOLDER`), by default the one in `folder`. What `hf-efficient evaluate FOLDER --card` measured is told, too.
         private, token, revision, create_pr, commit_message: as in huggingface_hub's `create_repo` and
-            `create_commit`. The token is by default the one that `hf auth login` stored or HF_TOKEN holds.
+            `create_commit`; a folder takes no `private`, `revision` and `create_pr`. The token is by default the one
+            that `hf auth login` stored or HF_TOKEN holds.
 
     Returns:
         The URL of the commit, or the folder.
@@ -65,6 +66,10 @@ def push(
     folder, files = (given.parent, [given.name]) if given.is_file() else (given, _files(given))
     local = is_folder(repo)
     if local:
+        asked = {"private": private, "revision": revision, "create_pr": create_pr}
+        for option, value in asked.items():
+            if value is not None:
+                raise ValueError(f"{option}={value!r} is of the Hub, and {repo} is a folder: leave it out")
         target = Path(repo).expanduser()
         if reason := why_not_new(target):
             raise ValueError(f"{target} {reason}")

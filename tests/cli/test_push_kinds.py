@@ -83,6 +83,7 @@ def test_each_kind_is_published_with_its_card(kind, made, tmp_path, monkeypatch,
     found = folder_kinds.KINDS["pruned" if kind == "recovered" else kind]
     assert card.data.tags == ["hf_efficient", *found.tags] and card.data.base_model_relation == found.relation
     assert SHOWN[kind] in card.text
+    assert "pypi.org" not in card.text and "pip install hf_efficient" not in card.text, "it is not on PyPI"
     assert f"hf-efficient {COMMANDS[kind][0]} {COMMANDS[kind][1]} " in card.text, "the command it was made with"
     before = "hf-efficient quantize tiny" if kind in ("compressed-tensors", "gptq", "awq", "gguf") else None
     before = "hf-efficient prune-structure tiny" if kind == "recovered" else before
