@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 
 from hf_efficient.cli.models import check_model
 from hf_efficient.cli.path_checks import check_output, check_path
@@ -29,20 +30,22 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         required=True,
         help="gguf: llama.cpp, Ollama; others: vLLM (gptq only of symmetric 4 and 8 bits), SGLang, TGI",
     )
-    command.add_argument("--output", required=True, help="new folder, or for gguf a file name in .gguf")
+    command.add_argument("--output", required=True, help="new folder, or for gguf a new file name in .gguf")
 
 
 def run(options: argparse.Namespace) -> Result:
     """Exports, and says whether the weights are still the same numbers.
 
     Raises:
-        ValueError: the target cannot hold the model; nothing is written.
+        ValueError: the output exists, or the target cannot hold the model; nothing is written.
     """
     from hf_efficient.checkpoints.export import export
     from hf_efficient.integrations import hub
 
     if options.format != "gguf":
         check_output("--output", options.output)
+    elif os.path.lexists(check_path("--output", options.output)):
+        raise ValueError(f"--output {options.output} exists already: give a new file name")
     if not check_path("model", options.model).is_dir():
         raise ValueError(f"model {options.model}: there is no such folder")
     check_model("model", options.model)

@@ -85,7 +85,7 @@ def check_uncompressed(option: str, name: str, config, asked: str) -> None:
     base = hub.recorded_base_model(name)
     raise ValueError(
         f"{option} {name} is compressed already ({kind}): {asked} needs plain weights, give the model it was made from"
-        + (f", {base}" if base else "")
+        + (f", {base.removeprefix('path/to/')}" if base else "")
     )
 
 

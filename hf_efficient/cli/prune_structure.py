@@ -58,6 +58,10 @@ def run(options: argparse.Namespace) -> Result:
     text = calibration_options.calibration_arguments(options).get("calibration")
     found = check_model("model", options.model, causal=True)
     check_uncompressed("model", options.model, found, "prune-structure")
+    for field, size in shape.items():
+        now = getattr(found.get_text_config(decoder=True), field, None)
+        if now is not None and size > now:
+            raise ValueError(f"{field}={size} is not supported: it must be an integer from 1 to {now}")
 
     from transformers import AutoModelForCausalLM
 

@@ -101,6 +101,12 @@ def test_what_is_compressed_already_is_refused(command, asked, refused):
     refused(words, " ".join(asked), small, "give the model it was made from")
 
 
+def test_the_model_it_was_made_from_is_named_as_it_is_called(refused, replace):
+    (replace("small") / "README.md").write_text("---\nbase_model_folder: tiny\n---\n")
+    printed = refused(["quantize", "small", "--output", "out", "--bits", "8"], "give the model it was made from, tiny")
+    assert "path/to" not in printed
+
+
 def change_config(folder: Path, **changes) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))

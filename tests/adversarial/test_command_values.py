@@ -77,6 +77,26 @@ def test_options_that_would_do_nothing(words, message, refused):
         refused(["prune", *WANTED["prune"], *words[2:]], message)
 
 
+def test_a_file_of_others_is_not_replaced_by_an_export(refused, replace):
+    file = replace("full") / "mine.gguf"
+    file.write_text("mine")
+    refused(
+        ["export", "small", "--format", "gguf", "--output", "full/mine.gguf"], "--output full/mine.gguf exists already"
+    )
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("option", ["--layers", "--heads", "--key-value-heads", "--intermediate-size", "--hidden-size"])
+def test_a_size_larger_than_the_models_is_refused_before_text_is_written(option, refused):
+    message = f"{option} 999 is not supported: it must be an integer from 1 to "
+    refused(["prune-structure", "tiny", "--output", "out", option, "999"], message)
+
+
+@pytest.mark.parametrize("words", [["--private"], ["--revision", "next"], ["--create-pr"]])
+def test_a_folder_has_no_options_of_the_hub(words, refused):
+    refused(["push", "small", "./out", *words], f"{' '.join(words)} is of the Hub, and ./out is a folder: leave it out")
+
+
 def test_a_folder_that_is_not_compressed_is_no_config(refused):
     refused(with_option("run", "--config", "tiny"), "--config tiny: the model in this folder is not compressed")
 
