@@ -12,6 +12,7 @@ from hf_efficient.observers.hooks import watching_inputs
 
 OUTLIER = 5.0  # a score |w| |x| of at least so many times the mean of its linear is an outlier
 SPAN = 0.08  # largest difference between the sparsity of a block and the mean
+MOST = 0.999  # sparsity of a linear
 
 
 @torch.no_grad()
@@ -27,13 +28,14 @@ def choose_sparsity(
     One forward pass of the dense model over the tokens, where its weights are, keeps a vector per linear.
 
     Args:
-        sparsity: full name of a linear -> fraction of zeros on average. Linears outside `blocks`, and those that no
-            token reached, keep theirs.
+        sparsity: full name of a linear -> fraction of zeros on average. Linears outside `blocks`, those that no token
+            reached, and those that are not pruned keep theirs.
         tokens: int64 [windows, length].
         blocks: modules that hold the linears.
-        span: largest difference between the sparsity of a block and the mean; it also stays in [0, 1).
+        span: largest difference between the sparsity of a block and the mean; less where that would leave [0, 0.999],
+            so that the average stays.
     """
-    groups = _groups(model, sparsity, blocks)
+    groups = _groups(model, [name for name, own in sparsity.items() if own], blocks)
     squares = _squared_inputs(model, [name for names in groups for name in names], tokens)
     groups = [reached for names in groups if (reached := [name for name in names if name in squares])]
     if len(groups) < 2:
@@ -47,11 +49,10 @@ def choose_sparsity(
     sizes, outliers = torch.tensor(sizes).double(), torch.tensor(outliers).double()
     offset = -(outliers - (outliers * sizes).sum() / sizes.sum())
     offset *= span / offset.abs().max().clamp_min(1e-30)
-    chosen = dict(sparsity)
-    for names, change in zip(groups, offset.tolist()):
-        for name in names:
-            chosen[name] = min(max(sparsity[name] + change, 0.0), 0.999)
-    return chosen
+    changes = {name: change for names, change in zip(groups, offset.tolist()) for name in names}
+    rooms = (max(0.0, MOST - sparsity[n] if c > 0 else sparsity[n]) / abs(c) for n, c in changes.items() if c)
+    share = min([1.0, *rooms])
+    return {name: min(max(own + share * changes.get(name, 0), 0.0), max(own, MOST)) for name, own in sparsity.items()}
 
 
 def _groups(model: nn.Module, names: Iterable[str], blocks: Iterable[nn.Module]) -> list[list[str]]:

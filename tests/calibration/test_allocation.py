@@ -25,3 +25,17 @@ def test_blocks_with_outliers_keep_more_and_the_average_stays(llama):
     assert not any(module._forward_pre_hooks for module in llama.modules())
     one = choose_sparsity(llama, dict.fromkeys(inside[:2], 0.5), TOKENS, llama.model.layers[:1])
     assert set(one.values()) == {0.5}  # nothing to share with
+
+
+@pytest.mark.parametrize("sparsity", [0.02, 0.05, 0.95, 0.99])
+def test_the_average_stays_where_the_span_does_not_fit(llama, sparsity):
+    names = [name for name, module in llama.named_modules() if isinstance(module, torch.nn.Linear)][:14]
+    for name in names:
+        if ".1." in name:
+            llama.get_submodule(name).weight.data[::5, ::5] *= 30
+    kept = dict.fromkeys(names[:1], 0.0)
+    chosen = choose_sparsity(llama, dict.fromkeys(names, sparsity) | kept, TOKENS, llama.model.layers)
+    sizes = {name: llama.get_submodule(name).weight.numel() for name in names[1:]}
+    average = sum(chosen[name] * size for name, size in sizes.items()) / sum(sizes.values())
+    assert average == pytest.approx(sparsity) and chosen[names[1]] != chosen[names[-1]]
+    assert chosen[names[0]] == 0, "it is not pruned"
