@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 
 from hf_efficient.generation import model_state
@@ -226,7 +225,7 @@ def callers_cache(request: GenerationRequest) -> Cache | None:
             raise ValueError(f"{name}: speculation begins with the prompt; leave it out")
         return None
     if isinstance(cache, kind):
-        _check_continuation(getattr(cache, "self_attention_cache", cache), request.attention_mask)
+        check_continuation(request)
         return cache
     if cache is not None and (is_users_cache(cache) or cache.get_seq_length() > 0):
         article = "an" if reads_encoder(request.model) else "a"
@@ -237,7 +236,12 @@ def callers_cache(request: GenerationRequest) -> Cache | None:
     return None
 
 
-def _check_continuation(cache, attention_mask: torch.Tensor | None) -> None:
+def check_continuation(request: GenerationRequest) -> None:
+    """Raises ValueError for a caller's cache of pages whose sequences end at different columns, as speculation leaves
+    them where some ended early."""
+    if not isinstance(request.cache, kind_of_cache(request.model)):
+        return
+    cache, attention_mask = getattr(request.cache, "self_attention_cache", request.cache), request.attention_mask
     lengths, columns = list(cache.cache_seqlens), cache.get_seq_length()
     padding = [0] * len(lengths)
     if cache.reads_pages and attention_mask is not None:

@@ -1,4 +1,4 @@
-"""What surrounds a call of `generate()`: autocast, forwards of other threads, and settings of drafters made by hand."""
+"""What surrounds a call of `generate()`: autocast, other threads, a cache of an earlier call, drafters set by hand."""
 
 from threading import Thread
 
@@ -8,7 +8,7 @@ from draft_models import fixed
 from helpers import left_padded_batch, tiny_model
 from native_loop import CAPTURES, transformers_loop
 
-from hf_efficient import BestOf, DraftHeads, MedusaHeads, PromptLookup, TokenRecycling, enable_speculation
+from hf_efficient import BestOf, DraftHeads, MedusaHeads, PagedCache, PromptLookup, TokenRecycling, enable_speculation
 from hf_efficient.generation.drafters.eagle import EagleHead
 
 
@@ -74,3 +74,20 @@ def test_max_tokens_set_by_hand(kind, tmp_path):
         assert len(output.acceptance_by_position) == 2
         drafter.save_pretrained(tmp_path)
         assert DraftHeads.from_pretrained(tmp_path).max_tokens == before
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flash_paged"])
+def test_a_cache_whose_sequences_ended_apart_is_not_continued(attention):
+    """Neither with drafts nor without: transformers' loop takes the next tokens for the same column of all."""
+    model, batch = enable_speculation(tiny_model("llama")), left_padded_batch((5, 7))
+    model.set_attn_implementation(attention)
+    end, cache = model.generate(**batch, **OPTIONS)[0, 9].item(), PagedCache(model.config)
+    options = {**OPTIONS, "eos_token_id": end}
+    text = model.generate(**batch, **options, prompt_lookup_num_tokens=3, past_key_values=cache)
+    assert len(set(cache.cache_seqlens)) == 2
+    mask = torch.ones_like(text)
+    mask[:, :7] = batch["attention_mask"]
+    mask[0, 10:] = 0
+    for extra in ({}, {"prompt_lookup_num_tokens": 3}):
+        with pytest.raises(ValueError, match="past_key_values holds rows of .* end at the same column"):
+            model.generate(text, attention_mask=mask, **OPTIONS, past_key_values=cache, **extra)
