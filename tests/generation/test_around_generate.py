@@ -1,6 +1,6 @@
 """What surrounds a call of `generate()`: autocast, other threads, a cache of an earlier call, drafters set by hand."""
 
-from threading import Thread
+from threading import Thread, current_thread, main_thread
 
 import pytest
 import torch
@@ -41,12 +41,11 @@ def test_a_forward_of_another_thread_while_heads_read_hidden_states(kind):
     heads, others = fixed(kind.for_model(model, draft_tokens=64)), []
 
     def in_another_thread(*_):
-        if len(others) % 2 == 0:  # the other forward comes here, too
-            others.append(Thread(target=model, args=(torch.tensor([[5, 6]]),)))
-            others[-1].start()
-            others[-1].join()
-        else:
-            others.append(None)
+        if current_thread() is main_thread():  # the other forward comes here, too
+            other = Thread(target=model, args=(torch.tensor([[5, 6]]),))
+            other.start()
+            other.join()
+            others.append(other)
 
     expected = model.generate(**batch, **OPTIONS)
     model.model.layers[1].register_forward_hook(in_another_thread)
