@@ -27,7 +27,7 @@ EMULATED := tests/kernels/test_native_linear.py tests/kernels/test_native_pages.
 	tests/kernels/test_native_rounded.py tests/kernels/test_native_tables.py tests/kernels/test_recorder.py \
 	tests/kernels/test_attend_ragged.py tests/formats/test_sparse_layouts.py tests/pruning/test_contextual_sparsity.py \
 	tests/kernels/test_native_trellis.py tests/kernels/test_native_hadamard.py tests/kernels/test_native_packing.py \
-	tests/kernels/test_native_fake_quantize.py
+	tests/kernels/test_native_fake_quantize.py tests/kernels/test_native_binary.py
 NOT_EMULATED := 2.5 or 3.5 or 9000 or spans_grow or long_prompt or compiler_that_fails or one_pool or default_dtype or \
 	traces or gradients or (neon_bf16 and (options or prompts or trees or page_sizes or replayed or largest or float8 or \
 	kmeans or test_native_hadamard))
@@ -57,12 +57,12 @@ SANITIZED := tests/adversarial/test_native_indices.py tests/kernels/test_recorde
 	tests/formats/test_sparse_layouts.py tests/pruning/test_contextual_sparsity.py \
 	tests/kernels/test_native_rounded.py tests/kernels/test_native_tables.py tests/kernels/test_attend_ragged.py \
 	tests/kernels/test_native_trellis.py tests/kernels/test_native_hadamard.py tests/kernels/test_native_packing.py \
-	tests/kernels/test_native_fake_quantize.py
+	tests/kernels/test_native_fake_quantize.py tests/kernels/test_native_binary.py
 SANITIZED_CASES := native_indices or test_operators or dense_products or the_largest or separate_ones or \
 	(replayed and gpt2) or (formats_and_heads and 80-48) or test_options or page_sizes or many_queries or \
 	test_prompts or test_trees or appended or nobody_looks_up or products_and_inverses or test_inputs or test_kernel or \
 	of_one_input or exactly_the_chosen or native_rounded or native_tables or attend_ragged or \
-	native_trellis or native_hadamard or native_packing or native_fake_quantize
+	native_trellis or native_hadamard or native_packing or native_fake_quantize or native_binary
 # Those between the narrowest and the widest of the same vectors; ARM's run in an emulator.
 UNSANITIZED_TIERS := avx512 or vnni or neon
 # Nor what the same code does for other bits, and rows that take long. Compiling is most of the time: on AVX2 codes of 3

@@ -1,7 +1,8 @@
 """Weights of one or two bits whose magnitudes are few: BiLLM, DB-LLM and PB-LLM. `w = integer * scale of its row`.
 
-Every magnitude is stored as a whole number of steps of its row, in 8 bits. So a weight is an int8 weight with a scale a
-row, and the kernels of 8 bits multiply it as it is. In memory it takes their 8 bits besides those that are stored."""
+Every magnitude is stored as a whole number of steps of its row, in 8 bits. On CPUs kernels read the codes of 2 bits of
+BiLLM and DB-LLM. Else a weight is an int8 weight with a scale a row, and the kernels of 8 bits multiply it as it is: in
+memory it takes their 8 bits besides those that are stored."""
 
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from hf_efficient.formats.base import Format, even_mask
 from hf_efficient.formats.grouped_codes import GroupedCodes
 from hf_efficient.kernels.linear.codes import expand_groups, pack_codes, packed_width, unpack_codes
 from hf_efficient.kernels.linear.layout import RestoredLayout
+from hf_efficient.kernels.linear.native_binary import NativeBinaryLayout
 
 
 LARGEST = 127  # of the integers' magnitudes
@@ -75,6 +77,15 @@ class TwoBitFormat(GroupedCodes, BinaryFormat):
         """Factors [..., N, KINDS * G] -> for every kind what broadcasts to [..., N, in_features]."""
         return [expand_groups(kind, self.group_size, in_features) for kind in factors.chunk(self.KINDS, -1)]
 
+    def marked(self, tensors: dict[str, torch.Tensor], in_features: int) -> torch.Tensor | None:
+        """The columns that have factors of their own, bool [K]; None where all have the same."""
+        return None
+
+    def layout(self, tensors, in_features, dtype):
+        stored = (tensors[name] for name in ("qweight", "factors", "scale"))
+        scheme = self.marked(tensors, in_features), self.group_size, in_features, dtype
+        return NativeBinaryLayout.pack(*stored, *scheme) or super().layout(tensors, in_features, dtype)
+
     def integers(self, tensors, in_features):
         signs = self.signs(self.unpack(tensors["qweight"], in_features), tensors)
         factors = self.expanded(tensors["factors"], in_features)
@@ -105,6 +116,9 @@ class SplitBinaryFormat(TwoBitFormat):
     def pack_salient(self, marks: torch.Tensor) -> torch.Tensor:
         """Which columns are salient, bool [K] -> "salient"."""
         return pack_codes(marks.to(torch.uint8)[None], 1)
+
+    def marked(self, tensors, in_features):
+        return unpack_codes(tensors["salient"], 1, in_features)[0].bool()
 
     def signs(self, codes, tensors):
         salient = unpack_codes(tensors["salient"], 1, codes.shape[-1]).view(torch.int8)

@@ -15,6 +15,7 @@ from hf_efficient.calibration.refine_binary import TwoBitWeight
 from hf_efficient.compression.recovery.coded_weights import coded_weight
 from hf_efficient.formats.binary import DualBinaryFormat, PartlyBinaryFormat, SplitBinaryFormat, of_method
 from hf_efficient.kernels.linear.layout import RestoredLayout
+from hf_efficient.kernels.linear.native_binary import NativeBinaryLayout
 from hf_efficient.methods._error_feedback import output_error
 from hf_efficient.methods.billm import split_magnitudes
 from hf_efficient.methods.db_llm import dual_factors
@@ -74,7 +75,8 @@ def test_a_weight_in_the_format(method):
     layout, x = format.layout(tensors, COLUMNS, torch.bfloat16), torch.randn(3, COLUMNS).bfloat16()
     dense = format.dequantize(tensors, COLUMNS, torch.float64)
     assert_close(layout.matmul(x), x.double() @ dense.t(), 0.01, 0.2, "bfloat16 results")
-    assert type(layout) is RestoredLayout and torch.equal(layout.canonical(), tensors["qweight"])
+    assert type(layout) is (RestoredLayout if method == "pb_llm" else NativeBinaryLayout)
+    assert torch.equal(layout.canonical(), tensors["qweight"])
     for name, bad in (("factors", -128), ("values", -128), ("magnitude", -1), ("bitmap", 0)):
         if name in tensors:
             with pytest.raises(ValueError, match=name):

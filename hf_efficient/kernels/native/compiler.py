@@ -17,6 +17,7 @@ LIBRARIES = {  # library, compiled from <name>/<name>.cpp -> the macros of each 
     "pages": tuple({"QUERY": number_type} for number_type in range(3)),
     "rounded": ({"BITS": 8}, {"BITS": 2}),
     "replay": ({},),
+    "binary": ({},),
     "sparse": ({},),
     "contextual": ({},),
     "hadamard": ({},),
