@@ -7,7 +7,7 @@ from hf_efficient.cli.models import check_model, check_tokenizer, check_uncompre
 from hf_efficient.cli.option_types import at_least, positive, share
 from hf_efficient.cli.options import add_output_argument, given_options
 from hf_efficient.cli.path_checks import check_output, check_text_file
-from hf_efficient.cli.prune_structure import SIZES
+from hf_efficient.cli.prune_structure import SIZES, check_sizes
 from hf_efficient.cli.record import write_record
 from hf_efficient.cli.result import Result
 
@@ -52,6 +52,7 @@ def run(options: argparse.Namespace) -> Result:
     found = check_model("teacher", options.teacher, causal=True)
     if options.student is None:
         check_uncompressed("teacher", options.teacher, found, "distill")
+        check_sizes(shape, found)
     else:
         check_model("--student", options.student, causal=True)
 

@@ -45,6 +45,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
+def check_sizes(shape: dict[str, int], config) -> None:
+    """Raises ValueError where `shape` has a size larger than the model of the transformers config `config`."""
+    for field, size in shape.items():
+        now = getattr(config.get_text_config(decoder=True), field, None)
+        if now is not None and size > now:
+            raise ValueError(f"{field}={size} is not supported: it must be an integer from 1 to {now}")
+
+
 def run(options: argparse.Namespace) -> Result:
     """Loads, prunes and saves.
 
@@ -58,10 +66,7 @@ def run(options: argparse.Namespace) -> Result:
     text = calibration_options.calibration_arguments(options).get("calibration")
     found = check_model("model", options.model, causal=True)
     check_uncompressed("model", options.model, found, "prune-structure")
-    for field, size in shape.items():
-        now = getattr(found.get_text_config(decoder=True), field, None)
-        if now is not None and size > now:
-            raise ValueError(f"{field}={size} is not supported: it must be an integer from 1 to {now}")
+    check_sizes(shape, found)
 
     from transformers import AutoModelForCausalLM
 

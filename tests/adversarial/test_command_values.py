@@ -90,6 +90,7 @@ def test_a_file_of_others_is_not_replaced_by_an_export(refused, replace):
 def test_a_size_larger_than_the_models_is_refused_before_text_is_written(option, refused):
     message = f"{option} 999 is not supported: it must be an integer from 1 to "
     refused(["prune-structure", "tiny", "--output", "out", option, "999"], message)
+    refused(["distill", "tiny", "--output", "out", "--steps", "1", option, "999"], message)
 
 
 @pytest.mark.parametrize("words", [["--private"], ["--revision", "next"], ["--create-pr"]])
