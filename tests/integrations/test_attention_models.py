@@ -75,10 +75,8 @@ def test_packed_rows_with_gradients(name, rows):
     assert_close(outputs("flash_paged", [slice(None)]), outputs("eager", alone), **FLOAT32)
 
 
-def test_packed_rows_in_one_graph(monkeypatch):
-    """There the positions are not known before the graph runs. dynamo warns of nothing."""
-    warned = []
-    monkeypatch.setattr("torch._dynamo.utils.warn_once", warned.append)
+def test_packed_rows_in_one_graph():
+    """There the positions are not known before the graph runs."""
     model, ids = tiny_model("mistral", num_hidden_layers=1), torch.randint(3, 128, (2, 12))
     model.set_attn_implementation("flash_paged")
     forward = torch.compile(model.forward, backend="eager", fullgraph=True)
@@ -89,8 +87,18 @@ def test_packed_rows_in_one_graph(monkeypatch):
         expected = logits(model, "eager", **inputs)
         model.set_attn_implementation("flash_paged")
         assert_close(actual, expected, **FLOAT32)
-    assert not warned
     torch._dynamo.reset()
+
+
+def test_dynamo_warns_of_nothing(monkeypatch):
+    warned = []
+    monkeypatch.setattr("torch._dynamo.utils.warn_once", warned.append)
+    model = tiny_model("llama", num_hidden_layers=1)
+    model.set_attn_implementation("flash_paged")
+    with torch.no_grad():
+        torch.compile(model.forward, backend="eager")(torch.randint(3, 128, (2, 12)))
+    torch._dynamo.reset()
+    assert not warned
 
 
 def test_cumulative_lengths_of_the_caller_are_kept():
