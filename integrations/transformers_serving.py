@@ -178,6 +178,18 @@ class _Refusals:
             raise HTTPException(400, str(error)) from error
 
 
+class _CutText(CutText):
+    """A `CutText` that keeps the tokens, also those whose text is cut off."""
+
+    def __init__(self, stream, stops):
+        super().__init__(stream, stops)
+        self.tokens = []
+
+    def step(self, tokenizer, token):
+        self.tokens.append(token)
+        return super().step(tokenizer, token)
+
+
 class _CutStreamer(utils.CBStreamer):
     """transformers', whose text ends where a stop string begins, and which forgets a request that is cancelled.
 
@@ -187,17 +199,12 @@ class _CutStreamer(utils.CBStreamer):
     """
 
     generation_config = prompt_tokens = tokenizer = None
-    _tokens = ()
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._stops = request_options.given().get(STOPS)
         if self._stops is not None:
-            self._decode_stream = CutText(self._decode_stream, self._stops)
-
-    def put(self, output) -> None:
-        self._tokens = output.generated_tokens
-        super().put(output)
+            self._decode_stream = _CutText(self._decode_stream, self._stops)
 
     def end(self) -> None:
         """As transformers', after the text that was held back. What was cut off does not count as usage."""
@@ -210,7 +217,7 @@ class _CutStreamer(utils.CBStreamer):
                 for part in parts:
                     self._queue.put_nowait(part)
             if self._decode_stream.is_cut:
-                kept, _ = cut(self._tokens, self._stops, self.tokenizer, self._parser is not None)
+                kept, _ = cut(self._decode_stream.tokens, self._stops, self.tokenizer, self._parser is not None)
                 self.total_tokens = len(kept)
                 _end_by_stop(self.generation_config)
         super().end()
