@@ -53,6 +53,12 @@ template <int PARTS> struct Binary : BinaryWeight {
     }
     INLINE Floats scales(int64_t block) const { return *(const Floats *)(scale + block * LANES); }
 
+    INLINE bool has_marked(int64_t step) const {  // whether a column of the step is marked
+        uint64_t eights[COLUMNS / 8];
+        memcpy(eights, marks + step * COLUMNS, COLUMNS);
+        return eights[0] | eights[1];
+    }
+
     template <class V> struct OfTerms { V of[TERMS]; };
 
     // What the tables have for the codes of column `index` of a line, for products with floats; for products with pairs
@@ -167,17 +173,23 @@ static INLINE void few_rows(const Binary<PARTS> &w, int64_t block, const T *x, F
                 __builtin_prefetch(line + (REGISTERS < 32 ? 1 << 14 : w.steps * 64), 0, 2);  // as linear/few_rows.h
                 Words word = *(const Words *)line;
                 keep(word);
+                auto add = [&](auto first_part) __attribute__((always_inline)) {
+                    constexpr int FIRST = decltype(first_part)::value;
 #pragma GCC unroll 16
-                for (int j = 0; j < INPUTS; j++, at += SUMS) {
-                    const auto values = w.values(word, j, x);
+                    for (int j = 0; j < INPUTS; j++) {
+                        const auto values = w.values(word, j, x);
 #pragma GCC unroll 8
-                    for (int i = 0; i < SUMS; i++)
+                        for (int i = FIRST; i < SUMS; i += FIRST + 1)
 #pragma GCC unroll 2
-                        for (int term = 0; term < TERMS; term++) {
-                            Floats &to = sum[i][term][j % CHAINS];
-                            to = dot(to, values.of[term], at[i]);
-                        }
-                }
+                            for (int term = 0; term < TERMS; term++) {
+                                Floats &to = sum[i][term][j % CHAINS];
+                                to = dot(to, values.of[term], at[j * SUMS + i]);
+                            }
+                    }
+                };
+                if (PARTS == 1 || w.has_marked(step)) add(std::integral_constant<int, 0>());
+                else add(std::integral_constant<int, PARTS - 1>());
+                at += INPUTS * SUMS;
             }
 #pragma GCC unroll 2
             for (int part = 0; part < PARTS; part++)
