@@ -6,8 +6,8 @@
 A part that is not asked for stays in the file as an earlier run left it.
 
 - generate: SmolLM2-135M-Instruct in int4 with an output head in int8, the sizes of llama.cpp's file (Q4_1, head in
-  Q8_0). Tokens/s after a prompt of 32, and seconds to the first token after 512. Each tier and each llama.cpp has a
-  process; they take turns.
+  Q8_0). Tokens/s after a prompt of 32, for one sequence and (not llama.cpp) for eight, and seconds to the first token
+  after 512. Each tier and each llama.cpp has a process; they take turns.
 - rows: products of one row, and attention of one query over 1,024 tokens in pages, in microseconds; each tier beside
   torch's operators in the same process, in turns. Weights rotate over copies that do not fit the last-level cache.
   GB/s of the weight stand beside the bandwidth at which all threads read memory.
@@ -53,6 +53,7 @@ from hf_efficient.kernels.native import tiers
 
 LIKE_LLAMA, SAVED = "ours int4, int8 head", "ours bf16"  # ways of cpu_generate.py: to quantize, to load what is saved
 NEW, WARM, PATIENCE = 128, 8, 3.0  # tokens, tokens, seconds of a call
+BATCH = 8  # sequences
 SHAPES = ((1536, 576), (4096, 4096))
 KERNELS = {  # name -> (contender of cpu_linear.py that is ours, the one that torch has)
     "int4": ("int4", "int4"),
@@ -107,24 +108,28 @@ def generate(options) -> list[dict]:
         texts = Texts("smollm2", folder)
         common = dict(end=None, lookup=False, patience=PATIENCE)
         decode = dict(ids=texts.rows(1, 32), new=NEW, **common)
+        batch = decode | {"ids": texts.rows(BATCH, 32)}
         prefill = dict(ids=texts.rows(1, 512), new=1, stop=1, **common)
-        speeds = {name: ([], []) for name in workers}
+        speeds = {name: ([], [], []) for name in workers}
         for turn in range(-1, options.repeats):
             for name, worker in workers.items():
-                warm = turn < 0
-                answers = worker.ask(**decode, warm=warm, stop=WARM if warm else NEW), worker.ask(**prefill, warm=warm)
+                warm, calls = turn < 0, [decode, prefill] if name.startswith("llama.cpp") else [decode, prefill, batch]
+                answers = [worker.ask(**{"stop": WARM if warm else NEW} | call, warm=warm) for call in calls]
                 if failed := next((answer for answer in answers if "failed" in answer), None):
                     rows[name] |= failed
                 elif not warm:
-                    first, second = answers
+                    first, second, *many = answers
                     speeds[name][0].append((len(first["row"]) - 1) / first["decode"])
                     speeds[name][1].append(second["first"])
+                    speeds[name][2].extend(BATCH * (len(each["row"]) - 1) / each["decode"] for each in many)
                     rows[name]["tokens"] = first["row"]
         for name, worker in workers.items():
             worker.close()
             if "failed" not in rows[name]:
-                decoded, seconds = speeds[name]
+                decoded, seconds, batched = speeds[name]
                 rows[name] |= dict(decode_tokens_per_s=spread(decoded), time_to_first_token_s=spread(seconds, min))
+                if batched:
+                    rows[name]["batch_decode_tokens_per_s"] = spread(batched)
     right = rows["torch"].get("tokens", [])
     for row in rows.values():
         tokens = row.pop("tokens", [])

@@ -135,11 +135,25 @@ def cpu_memory() -> str:
 
 def tiers() -> str:
     """generate() in each tier of the C++ kernels, beside llama.cpp."""
+    return _tiers("cpu_tiers")
+
+
+def tiers_without_bfloat16() -> str:
+    """The same on a CPU without instructions for bfloat16, also for a batch."""
+    return _tiers("cpu_tiers_vnni", batch=True)
+
+
+def _tiers(file: str, batch: bool = False) -> str:
     rows = []
-    for row in load("cpu_tiers")["generate"]:
-        decoded, first = row["decode_tokens_per_s"]["median"], row["time_to_first_token_s"]["median"]
-        rows.append([TIERS.get(row["contender"], f"`{row['contender']}`"), f"{decoded:.0f}", f"{512 / first:,.0f}"])
-    return markdown("tokens/s, int4 | decode | prompt of 512 tokens", "lrr", rows)
+    for row in load(file)["generate"]:
+        speeds = [row["decode_tokens_per_s"]["median"]]
+        if batch:
+            speeds.append(row.get("batch_decode_tokens_per_s", {}).get("median"))
+        cells = ["" if speed is None else f"{speed:.0f}" for speed in speeds]
+        first = row["time_to_first_token_s"]["median"]
+        rows.append([TIERS.get(row["contender"], f"`{row['contender']}`"), *cells, f"{512 / first:,.0f}"])
+    header = "tokens/s, int4 | decode |" + " decode, batch of 8 |" * batch + " prompt of 512 tokens"
+    return markdown(header, "lrr" + "r" * batch, rows)
 
 
 def tier_rows() -> str:

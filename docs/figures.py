@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from cpu_figures import cpu_memory, decode, engines, formats, fresh, generated, tier_rows, tiers
+from cpu_figures import cpu_memory, decode, engines, formats, fresh, generated, tier_rows, tiers, tiers_without_bfloat16
 from environment_figures import environments, import_time, upstream
 from gpu_figures import gpu_attention, gpu_generate, gpu_linear, gpu_machine
 from learning_figures import learning, losses, training_steps
@@ -140,6 +140,7 @@ FIGURES = {
     "formats": formats,
     "cpu_memory": cpu_memory,
     "tiers": tiers,
+    "tiers_without_bfloat16": tiers_without_bfloat16,
     "tier_rows": tier_rows,
     "cache": cache,
     "prompts": prompts,

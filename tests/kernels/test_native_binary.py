@@ -37,7 +37,7 @@ def made(of, n, k, group_size, dtype):
 
 # Blocks that are not full, a short last group, columns that are padded, one group, sums of several segments
 @pytest.mark.parametrize(("n", "k", "group_size"), [(48, 80, 32), (33, 130, -1), (70, 192, 64), (16, 1300, -1)])
-@pytest.mark.parametrize("dtype", ERRORS)
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
 @pytest.mark.parametrize("of", FORMATS)
 def test_products(of, dtype, n, k, group_size, tier):
     format, tensors = made(of, n, k, group_size, dtype)

@@ -160,9 +160,10 @@ static const T *arranged(const Binary<PARTS> &w, const From *x, int64_t rows) {
 // totals[m] of a block for M rows of x, which stand as `arranged` makes them.
 template <int M, int PARTS, class T>
 static INLINE void few_rows(const Binary<PARTS> &w, int64_t block, const T *x, Floats (&totals)[M]) {
-    constexpr int SUMS = M * PARTS, CHAINS = SUMS == 1 ? 2 : 1;    // sums that do not wait for each other
-    constexpr int INPUTS = w.COLUMNS / (PAIRED<T> ? 2 : 1);        // of a step, for each sum
-    constexpr int SEGMENT = 512 / w.COLUMNS;  // steps whose sum meets its factor, which bounds the rounding error
+    constexpr int COLUMNS = Binary<PARTS>::COLUMNS;
+    constexpr int SUMS = M * PARTS, CHAINS = SUMS == 1 ? 2 : 1;  // sums that do not wait for each other
+    constexpr int INPUTS = COLUMNS / (PAIRED<T> ? 2 : 1);        // of a step, for each sum
+    constexpr int SEGMENT = 512 / COLUMNS;  // steps whose sum meets its factor, which bounds the rounding error
     for (int m = 0; m < M; m++) totals[m] = Floats{};
     w.for_groups([&](int64_t g, int64_t step, int64_t last) __attribute__((always_inline)) {
         while (step < last) {
