@@ -29,7 +29,7 @@ EMULATED := tests/kernels/test_native_linear.py tests/kernels/test_native_pages.
 	tests/kernels/test_native_trellis.py tests/kernels/test_native_hadamard.py tests/kernels/test_native_packing.py \
 	tests/kernels/test_native_fake_quantize.py tests/kernels/test_native_binary.py
 NOT_EMULATED := 2.5 or 3.5 or 9000 or spans_grow or long_prompt or compiler_that_fails or one_pool or default_dtype or \
-	traces or gradients or (native_binary and (torch.float16 or 192 or 1300)) or \
+	traces or gradients or (native_binary and (torch.float16 or 192 or 1300 or finite or depend or captured)) or \
 	(neon_bf16 and (options or prompts or trees or page_sizes or replayed or largest or float8 or kmeans or \
 	test_native_hadamard))
 
