@@ -79,7 +79,9 @@ def surroundings(tier: str) -> dict[str, str]:
 def contenders(options, empty: str) -> dict[str, tuple[str, dict[str, str]]]:
     """name -> (way of cpu_generate.py, variables of its process). empty: a folder without compiled kernels."""
     wheel, llamas = options.wheel, options.llama
-    found = {"torch, AVX2": (SAVED, {tiers.VARIABLE: "torch", **AVX2_ALONE})}
+    found = {}
+    if "avx2" in options.tiers:
+        found["torch, AVX2"] = SAVED, {tiers.VARIABLE: "torch", **AVX2_ALONE}
     found |= {name: (SAVED, surroundings(name)) for name in ("torch", *options.tiers)}
     if wheel:
         found[WITHOUT[0]] = SAVED, NO_COMPILER | {"HF_HOME": empty}
