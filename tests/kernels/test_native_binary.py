@@ -115,7 +115,7 @@ def test_gradients_and_the_fake_op(of, tier):
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("of", FORMATS)
 def test_captured_products_of_one_input(of, tier):
-    """Weights without marks share a call; marks belong to a weight, whose inputs stand in an order of their own."""
+    """Those without marks may share a call. Marks belong to a weight, which shares none."""
     weights = [made(of, n, 96, 32, torch.bfloat16) for n in (48, 70, 33)]
     layouts = [format.layout(tensors, 96, torch.bfloat16) for format, tensors in weights]
     x = torch.randn(2, 96).bfloat16()

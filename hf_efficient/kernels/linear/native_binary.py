@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.codes import expand_groups, pack_codes
+from hf_efficient.kernels.linear.layout import FLOATS
 from hf_efficient.kernels.linear.lines import COLUMNS, LANES, check_shapes, pack_lines, shape_of_lines, unpack_lines
-from hf_efficient.kernels.linear.native_cpu import FLOATS, NativeLayout, stored_bits
-from hf_efficient.kernels.native import build
-from hf_efficient.kernels.native.structs import Product, filled
+from hf_efficient.kernels.linear.native_cpu import NativeLayout, product_function, stored_bits
+from hf_efficient.kernels.native.structs import filled
 from hf_efficient.kernels.native.tiers import once_a_tier
 from hf_efficient.kernels.replay.instructions import packed_product
 from hf_efficient.kernels.replay.registry import replays
@@ -43,12 +43,7 @@ def weight_structure(packed, factors, scale, marks, group, out_features, in_feat
 @once_a_tier
 def function():
     """The compiled product, which takes raw pointers; None where other layouts serve instead."""
-    library = build.load("binary", (Product, _BinaryWeight))
-    if library is None:
-        return None
-    library.hf_binary.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
-    library.hf_binary.restype = None
-    return library.hf_binary
+    return product_function("binary", _BinaryWeight)
 
 
 class NativeBinaryLayout(NativeLayout):

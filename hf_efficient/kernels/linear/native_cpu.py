@@ -102,6 +102,17 @@ def kernel(bits: int, kind: int = GRID) -> Kernel | None:
     return library and Kernel(library)
 
 
+def product_function(name: str, structure: type[ctypes.Structure], **definitions: int):
+    """The product `hf_<name>` of the library of that name, whose weights are a `structure`. It takes raw pointers. None
+    where other layouts serve instead."""
+    library = build.load(name, (Product, structure), **definitions)
+    if library is None:
+        return None
+    function, pointer, integer = getattr(library, f"hf_{name}"), ctypes.c_void_p, ctypes.c_int64
+    function.argtypes, function.restype = [pointer, integer, pointer, integer, ctypes.c_int], None
+    return function
+
+
 def stored_bits(bits: int, groups: int, group_size: int | None) -> int | None:
     """The bits of a code in memory: the fewest for which every group begins and ends with a line; None where there are
     none."""

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.codes import pack_codes, unpack_codes
 from hf_efficient.kernels.linear.lines import LANES, check_shapes
-from hf_efficient.kernels.linear.native_cpu import NativeLayout
-from hf_efficient.kernels.native import build
-from hf_efficient.kernels.native.structs import Product, filled
+from hf_efficient.kernels.linear.native_cpu import NativeLayout, product_function
+from hf_efficient.kernels.native.structs import filled
 from hf_efficient.kernels.native.tiers import once_a_tier
 from hf_efficient.kernels.replay.instructions import packed_product
 from hf_efficient.kernels.replay.registry import replays
@@ -47,12 +46,7 @@ def weight_structure(values, masks, starts, out_features, in_features, two_of_fo
 @once_a_tier
 def function():
     """The compiled product, which takes raw pointers; None where other layouts serve instead."""
-    library = build.load("sparse", (Product, _SparseWeight))
-    if library is None:
-        return None
-    library.hf_sparse.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
-    library.hf_sparse.restype = None
-    return library.hf_sparse
+    return product_function("sparse", _SparseWeight)
 
 
 def _banded(weight: torch.Tensor) -> torch.Tensor:

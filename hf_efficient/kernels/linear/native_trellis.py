@@ -14,10 +14,9 @@ import torch.nn.functional as F
 
 from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.lines import check_shapes
-from hf_efficient.kernels.linear.native_cpu import NativeLayout
+from hf_efficient.kernels.linear.native_cpu import NativeLayout, product_function
 from hf_efficient.kernels.linear.trellis_codes import BAND, sequences, unpack_trellis
-from hf_efficient.kernels.native import build
-from hf_efficient.kernels.native.structs import Product, filled
+from hf_efficient.kernels.native.structs import filled
 from hf_efficient.kernels.native.tiers import once_a_tier
 from hf_efficient.kernels.replay.instructions import packed_product
 from hf_efficient.kernels.replay.registry import replays
@@ -48,12 +47,7 @@ def weight_structure(packed, scale, following, out_features, in_features) -> tup
 def function(half_bits: int):
     """The compiled product for codes of `half_bits` / 2 bits, which takes raw pointers; None where other layouts serve
     instead."""
-    library = build.load("trellis", (Product, _TrellisWeight), HALF_BITS=half_bits)
-    if library is None:
-        return None
-    library.hf_trellis.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
-    library.hf_trellis.restype = None
-    return library.hf_trellis
+    return product_function("trellis", _TrellisWeight, HALF_BITS=half_bits)
 
 
 def _following(out_features: int) -> torch.Tensor:
