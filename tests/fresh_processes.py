@@ -1,5 +1,5 @@
-"""Python processes that start in a tenth of a second: forks of one that has imported torch and transformers, and nothing
-of ours. Importing both takes ten seconds of a slow core.
+"""Python processes that start in half a second: forks of one that has imported torch and transformers, and nothing of
+ours. Importing both takes ten seconds of a slow core.
 
     done = fresh_processes.run(["-c", "import hf_efficient; ..."])     # as subprocess.run([sys.executable, "-c", ...])
 
@@ -20,15 +20,15 @@ import types
 from pathlib import Path
 
 
-# beginnings of names
-READ_AT_IMPORT = ("ATEN", "CUDA", "GOMP", "HF_", "KMP", "LD_", "MKL", "OMP", "PYTHON", "TORCH", "TRANSFORMERS", "TRITON")
+# how names of such variables begin
+READ_AT_IMPORT = ("ATEN", "CUDA", "GOMP", "HF_", "KMP", "LD_", "MKL", "OMP", "PYTHON", "TORCH", "TRANSFORM", "TRITON")
 LEFT_OUT = ("HF_EFFICIENT",)  # of these: ours, which no import before the fork reads
 
 _server: subprocess.Popen | None = None
 
 
 def run(
-    arguments: list, *, cwd: Path | str | None = None, env: dict | None = None, timeout: float = 280, check: bool = False
+    arguments: list, *, cwd: Path | None = None, env: dict | None = None, timeout: float = 280, check: bool = False
 ) -> subprocess.CompletedProcess:
     """What `python ARGUMENTS` prints (text) and its exit status. `arguments`: ["-c", code, ...], ["-m", module, ...] or
     [script, ...]. Ends the process with TimeoutExpired after `timeout` seconds."""
