@@ -13,7 +13,7 @@ from hf_efficient import PagedCache, enable_speculation
 
 
 pytestmark = NATIVE_LOOP
-THREADS, CALLS = 8, 200
+THREADS, CALLS = 8, 99
 
 
 class Tokens:
@@ -58,19 +58,25 @@ def answer(model, kind: str, options: dict):
     return model.generate(**options)
 
 
+@pytest.fixture(scope="module")
+def calls_and_answers():
+    """(calls, what one thread gets for each)."""
+    model, calls = enable_speculation(tiny_model("llama", eos_token_id=None)), make_calls()
+    assert len({kind for kind, _ in calls}) == 9
+    return calls, [answer(model, *call) for call in calls]
+
+
 @pytest.mark.parametrize("shares_config", [False, True])
-def test_mixed_calls(shares_config):
-    """All threads on one model, or half of them on another one that has the same config object."""
+def test_mixed_calls(shares_config, calls_and_answers):
+    """All threads on one model, or half of them on another one that has the same config object. No forward was captured
+    before."""
     models = [enable_speculation(tiny_model("llama", eos_token_id=None))] * 2
     if shares_config:
         other = type(models[0]).__mro__[2](models[0].config).eval()
         other.load_state_dict(models[0].state_dict())
         models = [models[0], other]
-    calls = make_calls()
-    kinds = {kind for kind, _ in calls}
-    assert len(kinds) == 9
+    calls, expected = calls_and_answers
     # the second model of the pair has no loop of ours: lookup works on one row there as well
-    expected = [answer(models[0], *call) for call in calls]
     given, errors = [None] * CALLS, []
 
     def work(thread: int):

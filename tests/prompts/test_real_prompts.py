@@ -21,7 +21,7 @@ def compressor(sample_model):
 
 @pytest.fixture(scope="module")
 def text():
-    sentences = samples.sample_text()[:1600].split(". ")
+    sentences = samples.sample_text()[:900].split(". ")
     for place, (key, value) in zip((3, len(sentences) - 3), NEEDLES.items()):
         sentences.insert(place, f"The code of {key} is {value}")
     return ". ".join(sentences)
@@ -31,7 +31,7 @@ def text():
 def answer_loss(compressor, text: str, question: str, answer: str) -> float:
     """Mean -log p of the answer's tokens, in nats."""
     prompt, tokens = (compressor.tokenizer.encode(part) for part in (f"{text}\n\n{question}", answer))
-    logits = compressor.model(torch.tensor([prompt + tokens])).logits[0, -len(tokens) - 1 : -1].float()
+    logits = compressor.model(torch.tensor([prompt + tokens]), logits_to_keep=len(tokens) + 1).logits[0, :-1]
     return torch.nn.functional.cross_entropy(logits, torch.tensor(tokens)).item()
 
 
