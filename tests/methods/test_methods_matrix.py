@@ -1,5 +1,6 @@
 """Every method over decoders, encoders and encoder-decoders: loads and calibrates inside `from_pretrained`, generates,
-saves, reloads to the same bits, turns back into an ordinary model, and what was reloaded trains adapters."""
+saves, reloads to the same bits, turns back into an ordinary model, and what was reloaded trains adapters. A weight of
+zeros stays one."""
 
 import json
 import shutil
@@ -23,17 +24,20 @@ hf_efficient.register()  # before transformers' own loading code is imported
 TOKENS = torch.randint(3, 128, (6, 24), generator=torch.Generator().manual_seed(1))
 PROMPT = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(0))
 # bits -> largest norm of the change of the logits, in units of the dense logits (those of another model: 1.4)
-LOSS = {"sparse": 1.2, 1: 1.5, 2: 1.5, 2.5: 1.0, 3: 0.75, 4: 0.45, 6: 0.15, 8: 0.06}  # static inputs clip
-LOSS |= {"fp8": 0.25, "fp8_e5m2": 0.4}
+LOSS = {"sparse": 1.2, 1: 1.1, 2: 1.1, 2.5: 0.8, 3: 0.7, 4: 0.4, 6: 0.1, 8: 0.05}  # static inputs clip
+LOSS |= {"fp8": 0.12, "fp8_e5m2": 0.2}
 
 
 BERT = dict(vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96)
 T5 = dict(vocab_size=128, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=0)
 ARCHITECTURES = {
     **{name: (lambda name=name: tiny_model(name)) for name in ("llama", "gpt2", "qwen3_moe", "gemma3")},
+    "one_layer": lambda: tiny_model("llama", num_hidden_layers=1),
     "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**BERT)),
     "t5": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)),
 }
+DECODERS = ("llama", "one_layer")
+ZEROS = "model.layers.0.self_attn.k_proj"  # there
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +48,10 @@ def folders(tmp_path_factory):
         if name not in made:
             made[name] = tmp_path_factory.mktemp("methods") / name
             torch.manual_seed(0)
-            ARCHITECTURES[name]().save_pretrained(made[name])
+            model = ARCHITECTURES[name]()
+            if name in DECODERS:
+                torch.nn.init.zeros_(model.get_submodule(ZEROS).weight)
+            model.save_pretrained(made[name])
         return made[name]
 
     return folder
@@ -73,10 +80,15 @@ def logits(model):
 
 
 def cases():
-    """Every method on a decoder, the ones that look at blocks on every architecture."""
-    everywhere = ("gptq_3", "awq_4", "gptq_rotated_4", "w8a8_smoothquant", "gptq_refined_3", "trellis_2")
-    pruned = [("sparsegpt_int4", "gpt2"), ("sparsegpt_int4", "qwen3_moe")]  # the same blocks as the others
-    return [(m, a) for m in METHODS for a in ARCHITECTURES if a == "llama" or m in everywhere] + pruned
+    """Every method on a decoder, of two layers where it decides over all layers; on other architectures methods that
+    look at blocks: scales between layers, rotations and refinement (after GPTQ)."""
+    others = [
+        *[(m, a) for m in ("awq_4", "gptq_rotated_4", "gptq_refined_3") for a in ARCHITECTURES if a not in DECODERS],
+        *[(m, a) for m in ("trellis_2", "sparsegpt_int4") for a in ("gpt2", "qwen3_moe")],
+        *[("w8a8_smoothquant", a) for a in ("t5", "qwen3_moe")],  # scales at the places of AWQ's
+    ]
+    whole = {"mixed_4", "trellis_2.5", "gradient_owl", *(method for method, _ in others)}
+    return [(m, "llama" if m in whole else "one_layer") for m in METHODS] + others
 
 
 @pytest.mark.parametrize("method, architecture", cases())
@@ -95,6 +107,10 @@ def test_a_method_from_loading_to_adapters(method, architecture, folders, tmp_pa
     if method != "bitnet":  # ternary weights make another model
         error = ((got - expected).norm() / expected.norm()).item()
         assert error < LOSS[bits], f"the logits moved by {error:.3f} of their size"
+    if architecture in DECODERS:
+        zeros = model.get_submodule(ZEROS)
+        assert (zeros.format.dequantize(zeros.canonical(), 64, torch.float32) == 0).all()
+        assert zeros(torch.randn(3, 64)).abs().max() < 1e-4  # not 0: zero points are taken off a sum
     if dense.can_generate():
         assert model.generate(PROMPT, max_new_tokens=4, do_sample=False).shape[1] > 1
 
@@ -118,28 +134,14 @@ def test_a_method_from_loading_to_adapters(method, architecture, folders, tmp_pa
     rounds_inputs = "activation_bits" in METHODS[method]
     if METHODS[method]["quant_method"] in ("efficient_weight_only", "efficient_sparse") and not rounds_inputs:
         assert_close(logits(plain), got, 1e-3, 0.02, "the same weights, summed and transformed in another order")
-    if architecture == "llama" and is_installed("peft"):
+    if architecture in DECODERS and is_installed("peft"):
         check_adapters_train_on(again)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_weight_of_zeros_stays_one(method, folders, tmp_path):
-    model = load(folders("llama"))
-    name = "model.layers.0.mlp.down_proj"
-    torch.nn.init.zeros_(model.get_submodule(name).weight)
-    model.save_pretrained(tmp_path)
-    model = load(tmp_path, quantization_config=config_of(method))
-    linear = model.get_submodule(name)
-    assert (linear.format.dequantize(linear.canonical(), 96, torch.float32) == 0).all()
-    assert linear(torch.randn(3, 96)).abs().max() < 1e-4  # not 0: zero points are taken off a sum
-    assert logits(model).isfinite().all()
 
 
 def check_adapters_train_on(base):
     import peft
 
-    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    adapter = peft.LoraConfig(r=4, target_modules=["v_proj", "down_proj"], task_type="CAUSAL_LM")
     losses = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -167,14 +169,14 @@ def test_the_table_names_every_method():
 def test_a_base_model_reads_the_checkpoint_of_one_with_a_head(method, folders, tmp_path):
     """What calibration decided for single modules counts there, too; and the caller's config stays as it was."""
     config = config_of(method, modules_to_not_convert=["k_proj", "gate_proj"])
-    model = load(folders("llama"), quantization_config=config)
+    model = load(folders("one_layer"), quantization_config=config)
     assert config.overrides == {} and config.calibration.tokens is TOKENS
     assert model.config.quantization_config.overrides and model.config.quantization_config.calibration.tokens is None
     model.save_pretrained(tmp_path)
     base = transformers.AutoModel.from_pretrained(tmp_path, dtype=torch.float32)
     with torch.no_grad():
         assert torch.equal(base(PROMPT).last_hidden_state, model.model(PROMPT).last_hidden_state)
-    again = load(folders("llama"), quantization_config=config)
+    again = load(folders("one_layer"), quantization_config=config)
     assert torch.equal(logits(again), logits(model))
 
 
