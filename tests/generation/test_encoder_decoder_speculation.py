@@ -69,7 +69,7 @@ def test_greedy_tokens(name, attention):
 
 @pytest.mark.parametrize("name, drafter", [("bart", "assistant"), ("t5", "lookup"), ("whisper", "recycling")])
 def test_samples_have_the_models_distribution(name, drafter):
-    """20,000 continuations of four tokens, against their exact probabilities."""
+    """5,000 continuations of four tokens, against the exact probabilities of the 16 that there are."""
     plain, model, inputs = plain_and_speculative(name)
     source = {key: x[:1] for key, x in inputs.items()}
     options = dict(do_sample=True, top_k=2, temperature=1.5, suppress_tokens=[2], begin_suppress_tokens=None)
@@ -80,7 +80,7 @@ def test_samples_have_the_models_distribution(name, drafter):
     }[drafter]()
     options |= dict(max_new_tokens=4, return_dict_in_generate=True, draft_model=draft)
     torch.manual_seed(0)
-    many = {key: x.expand(20_000, *x.shape[1:]) for key, x in source.items()}
+    many = {key: x.expand(5_000, *x.shape[1:]) for key, x in source.items()}
     found = transformers.GenerationMixin.generate(model, **many, **options, custom_generate=speculative_generate)
     assert 0 < found.accepted_tokens.sum() < found.drafted_tokens.sum()
 

@@ -200,7 +200,7 @@ def test_a_model_that_is_quantized_as_it_is_loaded(tmp_path):
 
 
 def test_sampled_output_has_the_distribution_of_the_target(tmp_path, monkeypatch):
-    """20,000 texts of three tokens, the last two of them drafted in trees."""
+    """6,000 texts of three tokens, the last two of them drafted in trees."""
     monkeypatch.setattr(mtp, "FIRST_TOKENS", 8)
     sizes = dict(hidden_size=32, num_attention_heads=2, num_key_value_heads=1, vocab_size=8, pad_token_id=None)
     target = published(tmp_path, "GLM-4.5", **{**sizes, "bos_token_id": None})
@@ -209,14 +209,14 @@ def test_sampled_output_has_the_distribution_of_the_target(tmp_path, monkeypatch
     drafter.nodes = 8
     torch.manual_seed(0)
     options = dict(do_sample=True, top_k=0, max_new_tokens=3, return_dict_in_generate=True)
-    output = target.generate(texts.expand(20_000, -1), assistant_model=fixed(drafter), **options)
+    output = target.generate(texts.expand(6_000, -1), assistant_model=fixed(drafter), **options)
     codes = output.sequences[:, -3:] @ torch.tensor([64, 8, 1])
     for _ in range(3):
         with torch.no_grad():
             following = target(texts).logits[:, -1].softmax(-1)
         probabilities = (probabilities[:, None] * following).flatten()
         texts = torch.cat([texts.repeat_interleave(8, 0), torch.arange(8).repeat(len(texts))[:, None]], 1)
-    assert output.accepted_tokens.sum() > 2000
+    assert output.accepted_tokens.sum() > 600
     assert p_value(torch.bincount(codes, minlength=8**3), probabilities) > RIGHT
 
 

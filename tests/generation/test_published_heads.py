@@ -303,7 +303,7 @@ def test_greedy_output_is_that_of_plain_generation(name, target, folders):
 
 @pytest.mark.parametrize("name", ["EAGLE", "EAGLE-3", "Medusa", "Hydra", "DFlash"])
 def test_sampled_output_has_the_distribution_of_the_target(name, tmp_path):
-    """Trees of 12 nodes over 8 tokens; 20 400 draws."""
+    """Trees of 12 nodes over 8 tokens; 12 000 draws."""
     make = {
         "EAGLE": lambda: eagle(tmp_path, 32, 8),
         "EAGLE-3": lambda: eagle3(tmp_path, 32, 8, 6, [0]),
@@ -314,4 +314,4 @@ def test_sampled_output_has_the_distribution_of_the_target(name, tmp_path):
     heads = DraftHeads.from_pretrained(make[name]())
     heads.nodes = 12
     models()
-    assert transitions_p_value(fixed(heads), 680, {"top_k": 0}) > RIGHT
+    assert transitions_p_value(fixed(heads), 400, {"top_k": 0}) > RIGHT
