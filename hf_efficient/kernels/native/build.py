@@ -40,12 +40,14 @@ SANITIZE = "HF_EFFICIENT_SANITIZE"  # environment variable
 
 
 def sanitizer_flags() -> list[str]:
-    """The compiler's flags for `$HF_EFFICIENT_SANITIZE`; none where that is empty or not set. Null pointers end a
-    process anyway, sizes of objects AddressSanitizer knows better; without their checks compiling takes a fifth less.
+    """The compiler's flags for `$HF_EFFICIENT_SANITIZE`; none where that is empty or not set.
+
+    Null pointers end a process anyway, sizes of objects and where pointers lead AddressSanitizer knows better, and no
+    class has virtual functions: compiling takes a third less without checks of these.
     """
     names = os.environ.get(SANITIZE)
-    flags = "-O1", f"-fsanitize={names}", "-fno-sanitize=null,object-size", "-fno-sanitize-recover=all", "-g1"
-    return list(flags) if names else []
+    left_out = "-fno-sanitize=null,object-size,pointer-overflow,vptr"
+    return ["-O1", f"-fsanitize={names}", left_out, "-fno-sanitize-recover=all", "-g1"] if names else []
 
 
 def build(name: str, command: list[str], **definitions: int) -> Path:
