@@ -16,10 +16,11 @@ tests/kernels/conftest.py like this:
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import fresh_processes
 
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -120,10 +121,8 @@ def _read_amd(asm) -> tuple[int, int, str]:
 
 def run_interpreted(path: Path, timeout: float) -> subprocess.CompletedProcess:
     """Runs the tests of the file `path` in a pytest process of its own under the Triton interpreter."""
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)],
+    return fresh_processes.run(
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", path],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
         timeout=timeout,
     )

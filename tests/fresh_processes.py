@@ -4,7 +4,7 @@ ours. Importing both takes ten seconds of a slow core.
     done = fresh_processes.run(["-c", "import hf_efficient; ..."])     # as subprocess.run([sys.executable, "-c", ...])
 
 What is about imports, threads of torch or variables that a library reads when it is imported (`READ_AT_IMPORT`) needs a
-process from its start, which `run` then takes.
+process from its start, which `run` then takes; unless many have the same variables, those in `SERVED`.
 """
 
 import contextlib
@@ -23,8 +23,9 @@ from pathlib import Path
 # how names of such variables begin
 READ_AT_IMPORT = ("ATEN", "CUDA", "GOMP", "HF_", "KMP", "LD_", "MKL", "OMP", "PYTHON", "TORCH", "TRANSFORM", "TRITON")
 LEFT_OUT = ("HF_EFFICIENT",)  # of these: ours, which no import before the fork reads
+SERVED = ({}, {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})  # what the variables of servers differ in
 
-_server: subprocess.Popen | None = None
+_servers: dict[int, subprocess.Popen] = {}  # by place in `SERVED`
 
 
 def run(
@@ -34,13 +35,14 @@ def run(
     [script, ...]. Ends the process with TimeoutExpired after `timeout` seconds."""
     env = dict(os.environ if env is None else env)
     arguments = [str(argument) for argument in arguments]
-    if not hasattr(os, "fork") or _at_import(env) != _at_import(os.environ):
+    servers = [place for place, more in enumerate(SERVED) if _at_import(env) == _at_import({**os.environ, **more})]
+    if not hasattr(os, "fork") or not servers:
         command = [sys.executable, *arguments]
         return subprocess.run(command, cwd=cwd, env=env, timeout=timeout, check=check, capture_output=True, text=True)
     with tempfile.TemporaryDirectory() as folder:
         written = [os.path.join(folder, name) for name in ("out", "err")]
         request = {"arguments": arguments, "cwd": str(cwd or os.getcwd()), "env": env, "written": written}
-        status = _ask({**request, "timeout": timeout})
+        status = _ask(servers[0], {**request, "timeout": timeout})
         out, err = (Path(path).read_text() for path in written)
     if status is None:
         raise subprocess.TimeoutExpired(arguments, timeout, out, err)
@@ -54,14 +56,15 @@ def _at_import(env: dict) -> dict:
     return {key: env[key] for key in env if key.startswith(READ_AT_IMPORT) and not key.startswith(LEFT_OUT)}
 
 
-def _ask(request: dict) -> int | None:
-    global _server
-    if _server is None or _server.poll() is not None:
-        command = [sys.executable, __file__]
-        _server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    _server.stdin.write(json.dumps(request) + "\n")
-    _server.stdin.flush()
-    return json.loads(_server.stdout.readline())
+def _ask(place: int, request: dict) -> int | None:
+    server = _servers.get(place)
+    if server is None or server.poll() is not None:
+        command, env = [sys.executable, __file__], {**os.environ, **SERVED[place]}
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        _servers[place] = server
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    return json.loads(server.stdout.readline())
 
 
 def _serve() -> dict:

@@ -6,6 +6,7 @@ import functools
 def speed_up():
     _patch_the_language_once()
     _leave_out_what_nobody_reads()
+    _make_types_once()
 
 
 def _patch_the_language_once():
@@ -36,3 +37,45 @@ def _leave_out_what_nobody_reads():
     tl.pointer_type.__hash__ = lambda self: hash(self.name)
     looked_up = functools.cache(interpreter._get_np_dtype)
     interpreter._get_np_dtype = lambda dtype: looked_up(getattr(dtype, "scalar", dtype))
+
+
+def _make_types_once():
+    """Every value has a type of its own, whose shape is a tuple of objects, and these have types, whose names are
+    written out; numbers become values anew at each use. Two thirds of what is left of its time."""
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+
+    unwrapped = core._unwrap_if_constexpr
+    core._unwrap_if_constexpr = lambda value: value if type(value) is int else unwrapped(value)
+    TritonSemantic.scalar_constant = functools.lru_cache(maxsize=None, typed=True)(TritonSemantic.scalar_constant)
+
+    blocks, make_block = {}, core.block_type.__init__
+
+    def block(self, element_ty, shape):
+        key = element_ty.name, tuple(size.value if type(size) is core.constexpr else size for size in shape)
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = dict(self.__dict__)
+        self.__dict__.update(blocks[key])
+
+    core.block_type.__init__ = block
+
+    shapes = {}
+
+    def tensor(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        shape = tuple(type.shape) if type.is_block() else ()
+        if shape not in shapes:
+            make(self, handle, type)
+            shapes[shape] = self.shape, self.numel
+        self.shape, self.numel = shapes[shape]
+
+    make, core.tensor.__init__ = core.tensor.__init__, tensor
+
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def broadcast_values(self, lhs, rhs):
+        alike = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values
+        return (lhs, rhs) if alike else broadcast(self, lhs, rhs)
+
+    TritonSemantic.broadcast_impl_value = broadcast_values
