@@ -181,18 +181,19 @@ CONFIGS = {
 }
 
 
-# random weights in 4 bits give an error of 0.25, in 8 bits 0.03, and with ranges of other tokens 0.05
-@pytest.mark.parametrize(("name", "bound"), [("awq", 0.35), ("smoothquant", 0.05), ("static", 0.09)])
+# random weights in 4 bits give an error of 0.15, in 8 bits 0.02, and with ranges of other tokens 0.03
+@pytest.mark.parametrize(("name", "bound"), [("awq", 0.21), ("smoothquant", 0.03), ("static", 0.055)])
 def test_a_whole_mixture(name, bound, tmp_path):
     """Calibrated, saved and loaded: the same logits, close to those of the original."""
     from transformers import AutoModelForCausalLM
 
-    tiny_model("qwen3_moe").save_pretrained(tmp_path / "dense")
+    original = tiny_model("qwen3_moe", num_hidden_layers=1)
+    original.save_pretrained(tmp_path / "dense")
     config = type(CONFIGS[name])(**{**CONFIGS[name].scheme(), "calibration": CalibrationConfig(tokens=TOKENS)})
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
     ids = TOKENS[:2] + 1
     with torch.no_grad():
-        logits, dense = model(ids).logits, tiny_model("qwen3_moe")(ids).logits
+        logits, dense = model(ids).logits, original(ids).logits
     assert (logits - dense).norm() < bound * dense.norm()
     model.save_pretrained(tmp_path / "small")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "small")

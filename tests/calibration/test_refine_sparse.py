@@ -60,7 +60,7 @@ def test_values_that_only_get_worse_are_not_taken(monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_kept_weights_are_refined_before_they_become_codes(name, tmp_path):
-    dense = tiny_model(name).eval()
+    dense = tiny_model(name, **{"n_layer" if name == "gpt2" else "num_hidden_layers": 1}).eval()
     dense.save_pretrained(tmp_path)
     tokens = torch.randint(3, 128, (32, 16), generator=torch.Generator().manual_seed(1))
     error = {}
