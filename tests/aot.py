@@ -13,6 +13,7 @@ tests/kernels/conftest.py like this:
 `tl.dot` on bfloat16 is silently wrong in the interpreter: mark bf16 cases `@pytest.mark.gpu`.
 """
 
+import functools
 import os
 import re
 import subprocess
@@ -26,7 +27,7 @@ import fresh_processes
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Compiled:
     """One kernel compiled for one GPU."""
 
@@ -35,7 +36,11 @@ class Compiled:
     registers: int | None
     local_bytes: int  # stack and spills, bytes a thread; on gfx942 the private segment plus 4 bytes a spilled register
     shared: int  # bytes a block
-    machine_code: str = field(repr=False)
+
+    @functools.cached_property
+    def machine_code(self) -> str:
+        """SASS, which takes half a second to print, or amdgcn."""
+        return self.asm["amdgcn"] if "amdgcn" in self.asm else _dump(self.asm["cubin"], "--dump-sass")
 
     def count(self, instruction: str) -> int:
         """How often a mnemonic starting with `instruction` stands in the machine code: SASS for NVIDIA (HMMA, HGMMA,
@@ -91,32 +96,31 @@ def compile_kernel(
         | ({"maxnreg": registers} if registers else {})
         | ({} if fp_fusion else {"enable_fp_fusion": False}),
     )
-    read = _read_nvidia if gpu.backend == "cuda" else _read_amd
-    registers, local_bytes, machine_code = read(kernel.asm)
-    return Compiled(target, dict(kernel.asm), registers, local_bytes, kernel.metadata.shared, machine_code)
+    registers, local_bytes = _read_nvidia(kernel.asm) if gpu.backend == "cuda" else _read_amd(kernel.asm)
+    return Compiled(target, dict(kernel.asm), registers, local_bytes, kernel.metadata.shared)
 
 
-def _read_nvidia(asm) -> tuple[int, int, str]:
+def _read_nvidia(asm) -> tuple[int, int]:
+    usage = _dump(asm["cubin"], "--dump-resource-usage")
+    registers, stack, local = (int(re.search(rf"\b{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL"))
+    return registers, stack + local
+
+
+def _dump(cubin: bytes, what: str) -> str:
     import triton
 
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(asm["cubin"])
-
-        def dump(what):
-            return subprocess.run([cuobjdump, what, cubin], capture_output=True, text=True, check=True).stdout
-
-        usage, sass = dump("--dump-resource-usage"), dump("--dump-sass")
-    registers, stack, local = (int(re.search(rf"\b{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL"))
-    return registers, stack + local, sass
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([cuobjdump, what, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def _read_amd(asm) -> tuple[int, int, str]:
+def _read_amd(asm) -> tuple[int, int]:
     text = asm["amdgcn"]
     keys = (".vgpr_count", ".vgpr_spill_count", ".sgpr_spill_count", ".private_segment_fixed_size")
     registers, *spills, private = (int(re.search(rf"{re.escape(key)}:\s*(\d+)", text)[1]) for key in keys)
-    return registers, 4 * sum(spills) + private, text
+    return registers, 4 * sum(spills) + private
 
 
 def run_interpreted(path: Path, timeout: float) -> subprocess.CompletedProcess:
