@@ -1,16 +1,21 @@
 """Sessions: a tiny model, then changes and calls in turn. The same session runs here and in a process without the
 plugin.
 
-python sessions.py     reads pickled sessions from standard input and writes what each gave, with transformers alone
+python sessions.py REQUESTS ANSWERS     reads pickled sessions from the first pipe and writes to the second what each
+                                        gave, with transformers alone
 """
 
+import os
 import pickle
 import sys
+import tempfile
+import threading
 from pathlib import Path
 
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
+import fresh_processes  # noqa: E402
 import torch  # noqa: E402
 from adapter_changes import CHANGES  # noqa: E402
 from helpers import tiny_model  # noqa: E402
@@ -58,34 +63,40 @@ class Reference:
     """Another process that runs sessions with transformers alone."""
 
     def __init__(self):
-        import subprocess
-
-        command = [sys.executable, __file__]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.folder = tempfile.TemporaryDirectory()
+        pipes = [os.path.join(self.folder.name, name) for name in ("requests", "answers")]
+        for pipe in pipes:
+            os.mkfifo(pipe)
+        serving = dict(args=([__file__, *pipes],), kwargs=dict(timeout=3600, check=True))
+        self.thread = threading.Thread(target=fresh_processes.run, **serving, daemon=True)
+        self.thread.start()
+        self.requests, self.answers = open(pipes[0], "wb"), open(pipes[1], "rb")
 
     def run(self, session: dict) -> list[dict]:
-        pickle.dump(session, self.process.stdin)
-        self.process.stdin.flush()
-        return pickle.load(self.process.stdout)
+        pickle.dump(session, self.requests)
+        self.requests.flush()
+        return pickle.load(self.answers)
 
     def close(self) -> None:
-        self.process.stdin.close()
-        self.process.wait()
+        self.requests.close()
+        self.thread.join()
+        self.answers.close()
+        self.folder.cleanup()
 
 
-def serve() -> None:
-    output, sys.stdout = sys.stdout.buffer, sys.stderr
+def serve(requests: str, answers: str) -> None:
     torch.set_num_threads(1)
-    while True:
-        try:
-            session = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        given = run(session)
-        assert not any(name.startswith("hf_efficient") for name in sys.modules)
-        pickle.dump(given, output)
-        output.flush()
+    with open(requests, "rb") as sessions, open(answers, "wb") as output:
+        while True:
+            try:
+                session = pickle.load(sessions)
+            except EOFError:
+                return
+            given = run(session)
+            assert not any(name.startswith("hf_efficient") for name in sys.modules)
+            pickle.dump(given, output)
+            output.flush()
 
 
 if __name__ == "__main__":
-    serve()
+    serve(*sys.argv[1:])
