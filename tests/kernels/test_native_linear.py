@@ -3,9 +3,10 @@
 import os
 import shutil
 import subprocess
-import sys
+from pathlib import Path
 
 import emulated
+import fresh_processes
 import pytest
 import torch
 import torch.fx.experimental.proxy_tensor
@@ -80,19 +81,19 @@ def test_products_and_inverses(kernels, bits, symmetric):
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_rows(kernels, bits, symmetric):
-    for n, k, group_size in SHAPES:
-        for dtype in DTYPES:
-            canonical = tensors(n, k, bits, group_size, symmetric, dtype)
-            layout = native_cpu.NativeCodesLayout.pack(*canonical, bits, group_size, k, dtype)
-            scheme = dict(bits=bits, group_size=group_size, in_features=k, dtype=dtype)
-            dense = dequantize_weight(*canonical, **scheme)
-            for shape in [(), (1,), (2, 3), (70,), (0, 3)]:  # one thread, and several
-                ids = torch.randint(n, shape)
-                assert torch.equal(layout.rows(ids), dense[ids])
-                assert torch.equal(layout.canonical_rows(ids.flatten()), canonical[0][ids.flatten()])
-            for wrong in (n, -1, 2**40):
-                with pytest.raises(IndexError, match="index out of range in self"):
-                    layout.rows(torch.tensor([0, wrong]))
+    for place, (n, k, group_size) in enumerate(SHAPES):
+        dtype = DTYPES[(place + bits + symmetric) % 3]
+        canonical = tensors(n, k, bits, group_size, symmetric, dtype)
+        layout = native_cpu.NativeCodesLayout.pack(*canonical, bits, group_size, k, dtype)
+        scheme = dict(bits=bits, group_size=group_size, in_features=k, dtype=dtype)
+        dense = dequantize_weight(*canonical, **scheme)
+        for shape in [(), (1,), (2, 3), (70,), (0, 3)]:  # one thread, and several
+            ids = torch.randint(n, shape)
+            assert torch.equal(layout.rows(ids), dense[ids])
+            assert torch.equal(layout.canonical_rows(ids.flatten()), canonical[0][ids.flatten()])
+        for wrong in (n, -1, 2**40):
+            with pytest.raises(IndexError, match="index out of range in self"):
+                layout.rows(torch.tensor([0, wrong]))
 
 
 def test_captured_rows(kernels):
@@ -124,27 +125,27 @@ def rounded(x, group, span=64):
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_inputs_rounded_to_int8(kernels, bits):
-    for n, k, group_size in SHAPES:
-        for symmetric in (False, True):
-            canonical = tensors(n, k, bits, group_size, symmetric, torch.bfloat16)
-            arguments = bits, group_size, k, torch.bfloat16
-            layout = native_cpu.NativeCodesLayout.pack(*canonical, *arguments, rounds_inputs=True)
-            scheme = dict(bits=bits, group_size=group_size, in_features=k, dtype=torch.float64)
-            weight = dequantize_weight(canonical[0], canonical[1].double(), canonical[2], **scheme)
-            bias = torch.randn(n).bfloat16()
-            group = k if group_size in (None, -1) else group_size
-            for rows in ROUNDED_ROWS:
-                x = torch.randn(rows, k).bfloat16()[:MOST_ROWS]
-                x[::2, k // 2] *= 50  # outliers of several rows in one column, and in a column of each row
-                x[torch.arange(len(x)), torch.arange(len(x)) * 7 % k] *= 30
-                is_rounded = rows <= 32 or tiers.tier().name != "amx"
-                expected = (rounded(x, group) if is_rounded else x.double()) @ weight.t() + bias.double()
-                reason = "float32 sums of exact products, rounded to bfloat16"
-                y = layout.matmul(x, bias)
-                assert_close(y, expected, 2**-8, 2**-4 * expected.abs().max().item(), reason)
-                alone = torch.cat([layout.matmul(row[None], bias) for row in x])
-                assert torch.equal(y, alone) or not is_rounded, "a row has the same bits alone and among others"
-            assert not layout.matmul(x.index_fill(1, torch.tensor([k - 1]), float("nan"))).isfinite().any()
+    for place, (n, k, group_size) in enumerate(SHAPES):
+        symmetric = (place + bits // 3) % 2 == 0  # each shape both ways
+        canonical = tensors(n, k, bits, group_size, symmetric, torch.bfloat16)
+        arguments = bits, group_size, k, torch.bfloat16
+        layout = native_cpu.NativeCodesLayout.pack(*canonical, *arguments, rounds_inputs=True)
+        scheme = dict(bits=bits, group_size=group_size, in_features=k, dtype=torch.float64)
+        weight = dequantize_weight(canonical[0], canonical[1].double(), canonical[2], **scheme)
+        bias = torch.randn(n).bfloat16()
+        group = k if group_size in (None, -1) else group_size
+        for rows in ROUNDED_ROWS:
+            x = torch.randn(rows, k).bfloat16()[:MOST_ROWS]
+            x[::2, k // 2] *= 50  # outliers of several rows in one column, and in a column of each row
+            x[torch.arange(len(x)), torch.arange(len(x)) * 7 % k] *= 30
+            is_rounded = rows <= 32 or tiers.tier().name != "amx"
+            expected = (rounded(x, group) if is_rounded else x.double()) @ weight.t() + bias.double()
+            reason = "float32 sums of exact products, rounded to bfloat16"
+            y = layout.matmul(x, bias)
+            assert_close(y, expected, 2**-8, 2**-4 * expected.abs().max().item(), reason)
+            alone = torch.cat([layout.matmul(row[None], bias) for row in x])
+            assert torch.equal(y, alone) or not is_rounded, "a row has the same bits alone and among others"
+        assert not layout.matmul(x.index_fill(1, torch.tensor([k - 1]), float("nan"))).isfinite().any()
 
 
 @pytest.mark.parametrize(
@@ -234,9 +235,10 @@ def test_op(kernels):
         assert torch.equal(compiled(x.detach()), layout.matmul(x.detach()) + 1)
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, **environment}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+def python(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
+    """A process that keeps its libraries in `folder`/hf_efficient/cpu."""
+    code = f"from hf_efficient.kernels.native import build\nbuild.HF_HOME = {str(folder)!r}\n{code}"
+    return fresh_processes.run(["-c", code], env={**os.environ, **environment}, check=True)
 
 
 LAYER = """
@@ -248,11 +250,17 @@ for n in (32, 64):
     assert (layout.matmul(torch.ones(1, 64)) == 0).all()
 print(type(layout).__name__)
 """
+ROTATION = """
+import torch
+from hf_efficient.kernels.linear import native_hadamard
+assert native_hadamard.rotate(torch.ones(1, 64), torch.ones(64)).count_nonzero() == 1
+print(native_hadamard.function() is not None)
+"""  # its library is compiled soonest
 
 
 @pytest.mark.parametrize("compiler", ["/nonexistent", "/bin/false"])
 def test_without_a_compiler_the_operators_of_torch_serve(compiler, tmp_path):
-    result = python(LAYER, CXX=compiler, HF_HOME=str(tmp_path))
+    result = python(LAYER, tmp_path, CXX=compiler)
     assert result.stdout.strip() == "Int4CpuLayout"
     expected = 1 if tiers.tier() is not tiers.TORCH else 0
     assert result.stderr.count("torch's slower operators") == expected, "said once, where something is lost"
@@ -260,10 +268,10 @@ def test_without_a_compiler_the_operators_of_torch_serve(compiler, tmp_path):
 
 @pytest.mark.skipif(compiler.compiler() is None or tiers.tier() is tiers.TORCH, reason="nothing is compiled here")
 def test_compiled_once_for_all_processes(tmp_path):
-    assert python(LAYER, HF_HOME=str(tmp_path)).stdout.strip() == "NativeCodesLayout"
+    assert python(ROTATION, tmp_path).stdout.strip() == "True"
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "hf_efficient" / "cpu").iterdir()}
-    assert {path.name.split("-")[0] for path in written} == {"linear", "packing"}
-    assert python(LAYER, HF_HOME=str(tmp_path)).stdout.strip() == "NativeCodesLayout"
+    assert {path.name.split("-")[0] for path in written} == {"hadamard"}
+    assert python(ROTATION, tmp_path).stdout.strip() == "True"
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "hf_efficient" / "cpu").iterdir()} == written
 
 
@@ -277,7 +285,9 @@ def test_compiled_once_for_all_installs(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_written_is_passed_by(tmp_path):
     (tmp_path / "hf_efficient").write_text("a file where the folder would be")
-    assert python(LAYER, HF_HOME=str(tmp_path)).returncode == 0
+    assert python(ROTATION, tmp_path).stdout.strip() == str(
+        tiers.tier() is not tiers.TORCH and compiler.compiler() is not None
+    )
 
 
 def test_one_pool_of_threads(kernels):
