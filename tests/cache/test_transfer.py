@@ -1,8 +1,12 @@
 """cache.send() and cache.receive(): the same bits go on elsewhere, and no pages but the right ones."""
 
 import multiprocessing
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Client, Listener
 
+import fresh_processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -43,11 +47,16 @@ def exchange(sender, receiver):
     return errors
 
 
-def prefill_process(connection, rendezvous, cases):
-    """Fills one cache for each case and sends it, through the pipe and then through gloo."""
+# every format of pages, and layers with windows
+CASES = [("llama", "auto"), *(("llama", kv_format) for kv_format in FORMATS), ("mistral", "auto")]
+
+
+def prefill_process(address, rendezvous):
+    """Fills one cache for each case and sends it, through a socket and then through gloo."""
     torch.set_num_threads(1)
+    connection = Client(address)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=2)
-    for name, kv_format in cases:
+    for name, kv_format in CASES:
         model = tiny_model(name)
         model.set_attn_implementation("flash_paged")
         filled(model, kv_format).send(connection, model)
@@ -56,16 +65,21 @@ def prefill_process(connection, rendezvous, cases):
 
 
 def test_another_process_goes_on_bit_for_bit(tmp_path):
-    """Every format of pages, layers with windows, and both ways to send."""
-    cases = [("llama", "auto"), *(("llama", kv_format) for kv_format in FORMATS), ("mistral", "auto")]
-    here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(
-        target=prefill_process, args=(there, tmp_path / "rendezvous", cases)
-    )
-    process.start()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=1, world_size=2)
+    """Both ways to send."""
+    rendezvous = str(tmp_path / "rendezvous")
+    with Listener() as listener, ThreadPoolExecutor(1) as processes:
+        call = f"prefill_process({listener.address!r}, {rendezvous!r})"
+        code = f"import sys; sys.path[:0] = {sys.path!r}; from test_transfer import prefill_process; {call}"
+        process = processes.submit(fresh_processes.run, ["-c", code], check=True)
+        here = listener.accept()
+        receive_and_go_on(here, rendezvous)
+        process.result()
+
+
+def receive_and_go_on(here, rendezvous):
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=1, world_size=2)
     try:
-        for name, kv_format in [*cases, (None, None)]:
+        for name, kv_format in [*CASES, (None, None)]:
             connection = here if name else 0
             model = tiny_model(name or "mistral")
             model.set_attn_implementation("flash_paged")
@@ -76,8 +90,6 @@ def test_another_process_goes_on_bit_for_bit(tmp_path):
             assert torch.equal(go_on(model, cache), go_on(model, own)), (name, kv_format)
     finally:
         dist.destroy_process_group()
-        process.join()
-    assert process.exitcode == 0
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
-"""One of two processes of test_tensor_parallel.py: `tensor_parallel_worker.py CASES.json RESULTS` with torchrun's
-variables.
+"""The two processes of test_tensor_parallel.py, forks of one: `tensor_parallel_worker.py CASES.json RESULTS` with
+torchrun's variables but for the rank.
 
 Each case is {"name", "path", "quantization" or None, "train"}; process r writes RESULTS/r.safetensors and
 RESULTS/r.json.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -58,5 +59,10 @@ def main(cases: list[dict], folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    other = os.fork()
+    rank = "0" if other else "1"
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, CUDA_VISIBLE_DEVICES="")
+    torch.set_num_threads(1)
     main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
     torch.distributed.destroy_process_group()
+    assert not other or os.waitpid(other, 0)[1] == 0

@@ -1,8 +1,6 @@
 """Models with a compressed input embedding in other hands: adapters, exports, accelerate."""
 
-import subprocess
-import sys
-
+import fresh_processes
 import pytest
 import torch
 from accelerate import cpu_offload, load_checkpoint_and_dispatch
@@ -153,5 +151,5 @@ def test_accelerate(tmp_path):
 def test_without_the_plugin_a_checkpoint_is_refused(tmp_path):
     load(folder("llama_tied"), **EMBEDDED, modules_to_not_convert=["layers"]).save_pretrained(tmp_path)
     code = f"from transformers import AutoModel; AutoModel.from_pretrained({str(tmp_path)!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = fresh_processes.run(["-c", code])
     assert done.returncode and "model.embed_tokens.qweight" in done.stderr and "MISMATCH" in done.stderr

@@ -4,9 +4,8 @@ import copy
 import json
 import os
 import pickle
-import subprocess
-import sys
 
+import fresh_processes
 import pytest
 import torch
 from helpers import TINY_MODELS, assert_close, tiny_model
@@ -207,11 +206,12 @@ def test_failed_save_leaves_what_was_there(tmp_path, monkeypatch):
 
 
 MEMORY = """
-import os, sys, threading, time
+import ctypes, os, sys, threading, time
 import torch
 import hf_efficient
 from transformers import AutoModelForCausalLM
 torch.set_num_threads(1)
+ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD: what is larger goes back to the system when it is freed
 
 def anonymous():
     for line in open("/proc/self/status"):
@@ -252,12 +252,7 @@ def test_peak_memory_is_the_quantized_model_and_one_weight(tmp_path):
         shapes = AutoModelForCausalLM.from_config(config).state_dict()
     state = {name: torch.empty(t.shape, dtype=torch.bfloat16).uniform_(-0.02, 0.02) for name, t in shapes.items()}
     save_file(state, tmp_path / "large" / "model.safetensors", {"format": "pt"})
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, folder("llama"), tmp_path / "large"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
-    )
+    done = fresh_processes.run(["-c", MEMORY, folder("llama"), tmp_path / "large"])
     assert "PEAK" in done.stdout, done.stderr[-2000:]
     words = done.stdout.split()
     peak, size = int(words[words.index("PEAK") + 1]), int(words[words.index("SIZE") + 1])

@@ -2,11 +2,9 @@
 test_offload.py."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 
+import fresh_processes
 import pytest
 import torch
 import transformers
@@ -74,7 +72,7 @@ def test_t1_without_the_plugin_a_checkpoint_is_refused(saved, tmp_path):
     ):
         load(folder(name), **config).save_pretrained(tmp_path / name)
         paths.append(tmp_path / name)
-    done = subprocess.run([sys.executable, "-c", T1, *map(str, paths)], capture_output=True, text=True)
+    done = fresh_processes.run(["-c", T1, *paths])
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("REFUSED") == len(paths), done.stdout
     assert "MISMATCH" in done.stderr, "the report must show why"
@@ -362,4 +360,4 @@ def test_loading_and_saving_are_not_patched():
         "import hf_efficient; hf_efficient.register(); after = vars(m.PreTrainedModel); "
         "assert all(after[name] is before[name] for name in ('__init__', 'from_pretrained', 'save_pretrained'))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
+    fresh_processes.run(["-c", code], check=True)

@@ -4,10 +4,9 @@ import json
 import os
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh_processes
 import pytest
 import torch
 from helpers import assert_close, needs_transformers, tiny_model, tiny_tokenizer
@@ -103,21 +102,10 @@ def results(tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, str(Path(__file__).with_name("tensor_parallel_worker.py"))]
-    command += [str(folder / "cases.json"), str(folder)]
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": "2"}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = []
-    for rank in ("0", "1"):
-        environment = {**shared, "RANK": rank, "LOCAL_RANK": rank}
-        with open(folder / f"{rank}.err", "w") as errors:
-            processes.append(subprocess.Popen(command, stderr=errors, env=environment))
-    try:
-        for rank, process in enumerate(processes):
-            assert process.wait(280) == 0, (folder / f"{rank}.err").read_text()[-4000:]
-    finally:
-        for process in processes:
-            process.kill()
+    worker = Path(__file__).with_name("tensor_parallel_worker.py")
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    done = fresh_processes.run([worker, folder / "cases.json", folder], env=shared)
+    assert done.returncode == 0, done.stderr[-8000:]
     tensors = [load_file(folder / f"{rank}.safetensors") for rank in (0, 1)]
     facts = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
     return expected, sizes, tensors, facts

@@ -8,6 +8,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import fresh_processes
 import pytest
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
@@ -109,16 +110,11 @@ def test_another_release_is_refused_on_import(version, tmp_path):
     assert f"does not work with transformers {version}" in result.stderr and compat.RELEASES in result.stderr
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import hf_efficient; from transformers import pipeline",
-        "from transformers import pipeline; import hf_efficient",
-    ],
-)
-def test_imports_in_any_order(code):
-    """transformers imports its modules when a name is first asked for, and ours with them."""
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_imports_in_any_order():
+    """transformers imports its modules when a name is first asked for, and ours with them. All tests import ours
+    first."""
+    code = "from transformers import pipeline; import sys; assert 'hf_efficient' not in sys.modules"
+    fresh_processes.run(["-c", f"{code}; import hf_efficient"], check=True)
 
 
 def test_the_releases_are_those_that_are_installed_and_required():
