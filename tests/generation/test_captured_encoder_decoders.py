@@ -44,7 +44,8 @@ def test_greedy_tokens(name, replays):
     with transformers_loop():
         longest = model.generate(**inputs, max_new_tokens=24)[1].tolist()
     end = next((token for at, token in enumerate(longest) if at > 9 and token not in longest[:at]), 2)
-    for rows, columns in ((3, None), (8, None), (1, None), (3, 5)):
+    batches = ((3, None), (8, 5), (1, None)) if name in ("t5", "bart", "whisper") else ((3, None), (1, 5))
+    for rows, columns in batches:
         given = batch_of(inputs, rows)
         if columns is not None and name != "whisper":
             given = {key: x[:, :columns] for key, x in given.items()}
