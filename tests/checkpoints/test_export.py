@@ -5,10 +5,9 @@ import filecmp
 import json
 import os
 import shutil
-import subprocess
-import sys
 import textwrap
 
+import fresh_processes
 import pytest
 import torch
 import unpackers
@@ -158,7 +157,7 @@ def test_what_is_killed_leaves_nothing_that_loads(copied, tmp_path):
                 hf_efficient.export({str(copied)!r}, output, format)
             assert os.wait()[1] == signal.SIGKILL
     """
-    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    result = fresh_processes.run(["-c", textwrap.dedent(code)])
     assert result.returncode == 0, result.stderr
     left = set(tmp_path.iterdir()) - {copied}
     assert len(left) == 2 and all(path.name.startswith(".out") for path in left)
