@@ -190,9 +190,10 @@ def hf_efficient_int4(model):
 
 
 @pytest.mark.parametrize("norms", [True, False])
-def test_bitnet_learns_and_transformers_reads_it(teacher, norms, tmp_path):
+def test_bitnet_learns_and_transformers_reads_it(norms, tmp_path):
     from transformers.quantizers.quantizer_bitnet import BitNetHfQuantizer
 
+    teacher = tiny_model("llama", torch.bfloat16, num_hidden_layers=1)
     student, result = to_bitnet(teacher, TOKENS, norms=norms, steps=20, batch_size=4, learning_rate=2e-3)
     assert result["steps"] == 20 and student.config.quantization_config.quant_method == "efficient_bitnet"
     student.save_pretrained(tmp_path / "ours")
