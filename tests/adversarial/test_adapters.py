@@ -128,7 +128,8 @@ def test_experts_with_transposed_weights_and_biases(tmp_path):
 @pytest.mark.parametrize(
     "format, name, adapter",
     [
-        *((format, "llama", adapter) for format in (*FORMATS, *ADOPTED) for adapter in ("lora", "dora")),
+        *((format, "llama", "lora") for format in (*FORMATS, *ADOPTED)),
+        *((format, "llama", "dora") for format in ("nf4 double", "w8a8", "2:4 int4", "gptq")),
         *((format, "mixtral", "lora") for format in (*FORMATS, "gptq")),
     ],
 )

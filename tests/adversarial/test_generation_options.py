@@ -55,8 +55,15 @@ def prompts(layout: str) -> dict[str, torch.Tensor]:
     return batch
 
 
-@pytest.mark.parametrize("layout", ["left", "right", "holes", "one row, masked end"])
-@pytest.mark.parametrize("name", TINY_MODELS)
+ELSEWHERE = ("right", "holes", "one row, masked end")
+
+
+@pytest.mark.parametrize(  # elsewhere in turn; with rotary and learned positions everywhere
+    "name, layout",
+    [(name, "left") for name in TINY_MODELS]
+    + [(name, ELSEWHERE[i % 3]) for i, name in enumerate(TINY_MODELS) if name not in ("llama", "gpt2")]
+    + [(name, layout) for name in ("llama", "gpt2") for layout in ELSEWHERE],
+)
 def test_padding_anywhere(name, layout, served):
     """Beyond padding at the left transformers' loop answers; drafts read contiguous keys."""
     batch, model = prompts(layout), tiny_model(name)

@@ -54,7 +54,8 @@ LEFT = {
 def test_served_calls(name, monkeypatch):
     model, answers = served_model(name), noted_answers(monkeypatch)
     options = dict(max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
-    for calls, expected in ((SERVED, True), (LEFT, False), (SERVED, True)):
+    again = {call: SERVED[call] for call in ("greedy", "batch padded at the left", "dictionary of a batch")}
+    for calls, expected in ((SERVED, True), (LEFT, False), (again, True)):
         for call, inputs in calls.items():
             answers.clear()
             model.generate(**{**options, **inputs})

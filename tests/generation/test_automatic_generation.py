@@ -111,13 +111,13 @@ def test_architectures(name, tmp_path, replays):
 
 
 def test_a_thousand_tokens_take_one_capture(tmp_path, monkeypatch):
-    """One capture for one sequence and one for two, and nothing is compiled."""
+    """One capture for one sequence, and one for two (of 300 tokens), and nothing is compiled."""
     tiny_model("llama", eos_token_id=None, max_position_embeddings=1100).save_pretrained(tmp_path)
     model, made = load(tmp_path), []
     monkeypatch.setattr(captured_forward, "Capture", lambda *args: made.append(Capture(*args)) or made[-1])
     counters.clear()
-    for prompts, captures in ((IDS, 1), (IDS.repeat(2, 1), 2)):
-        options = dict(max_new_tokens=1000, do_sample=False, pad_token_id=0)
+    for prompts, captures, new in ((IDS, 1, 1000), (IDS.repeat(2, 1), 2, 300)):
+        options = dict(max_new_tokens=new, do_sample=False, pad_token_id=0)
         output = model.generate(prompts, **options)
         assert len(made) == captures and not counters, counters
         with transformers_loop():

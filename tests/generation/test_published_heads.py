@@ -281,24 +281,25 @@ def test_product_trees_hold_the_most_probable_paths():
         assert found == pytest.approx(best)
 
 
+@pytest.fixture(scope="module")
+def plain_calls(target):
+    """Arguments of `generate()` and what it gives: for one sequence, for 8 that leave the batch one by one, and for
+    these as long as they can be."""
+    batch, options = left_padded_batch((5, 11, 8, 3, 9, 4, 7, 6)), dict(max_new_tokens=20, do_sample=False)
+    last = {key: value[7:] for key, value in batch.items()}
+    with transformers_loop():
+        plain = target.generate(**batch, **options)
+        ends = dict(**batch, **options, eos_token_id=plain[3, 15:18].tolist(), pad_token_id=0)
+        return [(last | options, plain[7:]), (ends, target.generate(**ends)), (batch | options, plain)]
+
+
 @pytest.mark.parametrize("name", ALL)
-def test_greedy_output_is_that_of_plain_generation(name, target, folders):
-    lengths = (5, 11, 8, 3, 9, 4, 7, 6)
-    batch = left_padded_batch(lengths)
-    with transformers_loop():
-        plain = target.generate(**batch, max_new_tokens=20, do_sample=False)
-    for rows in (1, 3, 8):
-        heads = DraftHeads.from_pretrained(folders[name])
-        part = {key: value[8 - rows :] for key, value in batch.items()}
-        options = dict(max_new_tokens=20, do_sample=False, return_dict_in_generate=True)
-        output = target.generate(**part, assistant_model=fixed(heads), **options)
-        assert output.sequences.tolist() == plain[8 - rows :].tolist()
-        assert rows < 8 or output.accepted_tokens.sum() > 0, "something is drafted and accepted"
-    ends = dict(max_new_tokens=20, do_sample=False, eos_token_id=plain[3, 15:18].tolist(), pad_token_id=0)
-    with transformers_loop():
-        expected = target.generate(**batch, **ends)
-    output = target.generate(**batch, **ends, assistant_model=fixed(heads))
-    assert output.tolist() == expected.tolist(), "sequences leave the batch one by one"
+def test_greedy_output_is_that_of_plain_generation(name, target, folders, plain_calls):
+    heads = DraftHeads.from_pretrained(folders[name])
+    for options, expected in plain_calls:
+        output = target.generate(**options, assistant_model=fixed(heads), return_dict_in_generate=True)
+        assert output.sequences.tolist() == expected.tolist()
+    assert output.accepted_tokens.sum() > 0, "something is drafted and accepted"
 
 
 @pytest.mark.parametrize("name", ["EAGLE", "EAGLE-3", "Medusa", "Hydra", "DFlash"])
