@@ -27,7 +27,7 @@ HOW = dict(steps=STEPS, batch_size=4, learning_rate=2e-3)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dense")
-    tiny_model("llama", torch.bfloat16).save_pretrained(folder)
+    tiny_model("llama", torch.bfloat16, num_hidden_layers=1).save_pretrained(folder)
     return folder
 
 
