@@ -36,18 +36,31 @@ MORE = {
     "head": dict(quant_method="efficient_weight_only", bits=4, group_size=32, quantize_lm_head=True),
 }
 KINDS = (  # one of each format
-    *("rtn_2", "mse_3", "mse_4_symmetric", "hqq_4_float", "gptq_rotated_4", "awq_4", "nf4", "nf4_double", "fp4"),
+    *("rtn_2", "mse_4_symmetric", "hqq_4_float", "gptq_rotated_4", "awq_4", "nf4", "nf4_double", "fp4"),
     *("kmeans_3", "trellis_2", "trellis_2.5", "w8a8", "w8a8_zeropoint", "w8a8_static", "w8a8_smoothquant", "llm_int8"),
     *("fp8", "fp8_columns", "bitnet", "magnitude_2:4", "wanda", "wanda_int4", "alps_refined_int4"),
     *("mxfp4", "billm", "pb_llm"),
 )
 METHODS = {name: table.METHODS[name] for name in KINDS} | MORE
 COARSE = 0.08  # nats: with formats that lose less there is little to learn in 12 steps
+SLIGHT = (  # a loss in one layer that is too small to learn from
+    *("mse_4_symmetric", "hqq_4_float", "gptq_rotated_4", "awq_4", "nf4", "nf4_double", "fp4", "kmeans_3"),
+    *("trellis_2.5", "mxfp4", "int4_tensor", "nvfp4", "head"),
+)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    """A model of one layer."""
     folder = tmp_path_factory.mktemp("dense")
+    tiny_model("llama", torch.bfloat16, num_hidden_layers=1).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """A model of two layers."""
+    folder = tmp_path_factory.mktemp("deep")
     tiny_model("llama", torch.bfloat16).save_pretrained(folder)
     return folder
 
@@ -66,8 +79,9 @@ def dense(folder):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_format_learns_and_is_saved_as_it_was(name, folder, tmp_path):
+def test_every_format_learns_and_is_saved_as_it_was(name, request, tmp_path):
     hf_efficient.register()
+    folder = request.getfixturevalue("deep" if name in SLIGHT else "folder")
     model, teacher = loaded(folder, name), dense(folder)
     start, formats = copy.deepcopy(model.state_dict()), {n: m.format for n, m in linears(model).items()}
     expected = model(TOKENS).logits
@@ -112,11 +126,11 @@ def bytes_of(tensor):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["rtn_2", "mse_3", "magnitude_2:4", "wanda", "bitnet"])
-def test_learning_on_an_accelerator(name, folder, tmp_path):
+def test_learning_on_an_accelerator(name, deep, tmp_path):
     """What was trained there is saved, and read on a CPU."""
-    loaded(folder, name).save_pretrained(tmp_path / "start")
+    loaded(deep, name).save_pretrained(tmp_path / "start")
     model, teacher = (
-        AutoModelForCausalLM.from_pretrained(path, device_map="cuda") for path in (tmp_path / "start", folder)
+        AutoModelForCausalLM.from_pretrained(path, device_map="cuda") for path in (tmp_path / "start", deep)
     )
     done = recover(model, teacher, TOKENS, **FAST)
     assert done["steps"] == 12 and done["loss"] < 1
@@ -146,13 +160,13 @@ EXPERTS = {
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_learn_under_their_codes(name, tmp_path):
     kind, config = EXPERTS[name]
-    tiny_model(kind, torch.float32).save_pretrained(tmp_path / "dense")
+    tiny_model(kind, torch.float32, num_hidden_layers=1).save_pretrained(tmp_path / "dense")
     options = dict(dtype=torch.float32, attn_implementation="eager" if kind == "gpt_oss" else "sdpa")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config, **options)
     teacher, start = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", **options), copy.deepcopy(model)
     expected = model(TOKENS).logits
     unpack(model, teacher)
-    assert sum(isinstance(module, CodedExperts) for module in model.modules()) == 2
+    assert sum(isinstance(module, CodedExperts) for module in model.modules()) == 1
     # training computes what the packed model computes, up to the order of sums
     assert (model(TOKENS).logits - expected).abs().max() < (2e-2 if name == "w8a8" else 1e-4) * expected.abs().max()
     discard(model)
@@ -162,7 +176,7 @@ def test_experts_learn_under_their_codes(name, tmp_path):
     assert divergence(model, teacher) < (0.8 if before > COARSE else 2) * before
     state = model.state_dict()
     changed = {n for n, t in state.items() if "experts" in n and not torch.equal(bytes_of(t), bytes_of(kept[n]))}
-    assert len(changed) >= 4  # both weights of both layers
+    assert len(changed) >= 2  # both weights
     assert {n: (t.shape, t.dtype) for n, t in state.items()} == {n: (t.shape, t.dtype) for n, t in kept.items()}
     model.save_pretrained(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)
