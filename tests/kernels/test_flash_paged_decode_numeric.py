@@ -124,8 +124,10 @@ def test_any_number_of_programs(kernel_device, monkeypatch, name):
         assert out[2].eq(0).all() and out[4].eq(0).all(), "rows without keys give 0"
 
 
-@pytest.mark.parametrize("name", ["full", "int8", "fp8", "int4", "int2"])
-@pytest.mark.parametrize("block_size, dim", [(48, 80), (256, 32)])
+@pytest.mark.parametrize(
+    "name, block_size, dim",
+    [("full", 48, 80), ("full", 256, 32), ("int8", 48, 80), ("fp8", 256, 32), ("int4", 256, 32), ("int2", 48, 80)],
+)
 @pytest.mark.usefixtures("two_processors")
 def test_formats(kernel_device, name, block_size, dim):
     """Pages smaller, larger and no multiple of a key tile; float16 queries, so that codes go through float16 bits."""
@@ -143,8 +145,14 @@ def test_groups_of_whole_warps(kernel_device, name, block_size, group, heads):
     check_case(*case(kernel_device, name, (290, 1, -1, 96, 0, 130), 1, *heads, 64, block_size, **layout))
 
 
-@pytest.mark.parametrize("name, block_size", [("int8", 64), ("fp8", 16), ("int4", 64), ("int2", 32)])
-@pytest.mark.parametrize("warps, values_ahead, move", [(1, False, False), (2, False, True), (2, True, True)])
+@pytest.mark.parametrize(
+    "name, block_size, warps, values_ahead, move",
+    [
+        *(("int8", 64, 1, False, False), ("int8", 64, 2, True, True), ("fp8", 16, 2, False, True)),
+        *(("int4", 64, 2, False, True), ("int4", 64, 2, True, True), ("int2", 32, 1, False, False)),
+        *(("int2", 32, 2, True, True),),
+    ],
+)
 @pytest.mark.usefixtures("two_processors")
 def test_ways_to_load(kernel_device, monkeypatch, name, block_size, warps, values_ahead, move):
     """What is loaded ahead, and how weights change lanes, changes nothing."""
@@ -215,10 +223,11 @@ def random_tree(rows, nodes, device):
     return masks.to(device)
 
 
-@pytest.mark.parametrize("nodes", [6, 64])
-@pytest.mark.parametrize("name", ["full", "int4"])
+ALL = {"window_size": (10, -1), "alibi_slopes": 1.0, "softcap": 5.0}
+
+
 @pytest.mark.parametrize(
-    "extra", [{}, {"window_size": (10, -1), "alibi_slopes": 1.0, "softcap": 5.0}], ids=["plain", "all"]
+    "nodes, name, extra", [(6, "full", {}), (6, "int4", ALL), (64, "full", ALL), (64, "int4", {})], ids=str
 )
 @pytest.mark.usefixtures("two_processors")
 def test_token_trees(kernel_device, extra, name, nodes):
