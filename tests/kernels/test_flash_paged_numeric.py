@@ -57,8 +57,14 @@ def check_dense(dtype, device, batch, queries, keys, heads, kv_heads, dim, value
     check(fp.flash_attn_func(q, k, v, **chosen), fp.flash_attn_func_reference(*widened(q, k, v), **chosen))
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("queries, keys", [(1, 130), (130, 130), (63, 15), (70, 131)])
+LENGTHS = [(1, 130), (130, 130), (63, 15), (70, 131)]
+
+
+@pytest.mark.parametrize(  # each option for few queries and for many
+    "queries, keys, name",
+    [(*LENGTHS[place], name) for i, name in enumerate(OPTIONS) for place in (i % 2 * 2, 1 + i // 2 % 2 * 2)]
+    + [(*lengths, "everything") for lengths in LENGTHS[:2]],
+)
 def test_dense_options(kernel_device, queries, keys, name):
     check_dense(torch.float16, kernel_device, 2, queries, keys, 2, 1, 16, 16, name)
 
@@ -77,10 +83,15 @@ def test_head_dims(kernel_device, queries, dim, value_dim):
     check_dense(torch.float16, kernel_device, 1, queries, 70, 1, 1, dim, value_dim, "causal")
 
 
-@pytest.mark.parametrize("heads, kv_heads", [(6, 6), (6, 2), (5, 1), (9, 3), (71, 1)])
-@pytest.mark.parametrize("queries", [1, 4, 40])
+@pytest.mark.parametrize(
+    "queries, heads, kv_heads",
+    [
+        *((1, *heads) for heads in ((6, 6), (6, 2), (5, 1), (9, 3), (71, 1))),
+        *((4, *heads) for heads in ((6, 2), (71, 1))),
+        *((40, *heads) for heads in ((6, 6), (5, 1), (9, 3))),
+    ],
+)
 def test_grouped_heads(kernel_device, queries, heads, kv_heads):
-    queries = min(queries, 4) if heads == 71 else queries
     check_dense(torch.float16, kernel_device, 1, queries, 50, heads, kv_heads, 16, 16, "sinks")
 
 
@@ -167,15 +178,18 @@ def check_cached(
     return actual
 
 
-@pytest.mark.parametrize("block_size", [16, 64])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name, block_size", [*((name, (16, 64)[i % 2]) for i, name in enumerate(OPTIONS)), ("everything", 16)]
+)
 def test_kvcache_decode(kernel_device, name, block_size):
     out = check_cached(torch.float16, kernel_device, name, block_size, queries=1, appended=1)
     assert out[3].eq(0).all(), "a padding row gives 0"
 
 
-@pytest.mark.parametrize("queries, appended", [(5, 5), (1, 0), (3, 0), (70, 70)])
-@pytest.mark.parametrize("name", ["causal", "everything"])
+@pytest.mark.parametrize(
+    "name, queries, appended",
+    [("causal", 5, 5), ("everything", 5, 5), ("causal", 1, 0), ("everything", 3, 0), ("everything", 70, 70)],
+)
 def test_kvcache_several_queries(kernel_device, name, queries, appended):
     check_cached(torch.float16, kernel_device, name, 16, queries, appended)
 
