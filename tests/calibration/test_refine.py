@@ -47,7 +47,7 @@ def _block(name: str, method: str = "rtn", dtype=torch.float32, batches: int = 8
     ],
 )
 def test_the_stored_tensors_have_a_lower_error(name, scheme):
-    block, targets = _block(name, **scheme)
+    block, targets = _block(name, batches=4, **scheme)
     before, weights = stored_error(block, targets), {n: m.weight.clone() for n, m in block.linears.items()}
     start = stored(block)
     refine_block(block, targets, epochs=8)

@@ -204,7 +204,8 @@ def test_bitnet_learns_and_transformers_reads_it(norms, tmp_path):
     assert distillation_of(student, teacher) < 0.8 * distillation_of(untrained, teacher)
     report = hf_efficient.export(student, tmp_path / "theirs", "bitnet")
     assert report.engines == ("transformers",)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.bfloat16)
+    with torch.compiler.set_stance("force_eager"):  # transformers compiles how it unpacks
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.bfloat16)
     assert isinstance(plain.hf_quantizer, BitNetHfQuantizer)
     layers = [module for module in plain.modules() if type(module).__name__ == "AutoBitLinear"]
     assert layers and all((layer.rms_norm is not None) == norms for layer in layers)
