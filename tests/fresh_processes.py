@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
 from pathlib import Path
@@ -24,8 +25,10 @@ from pathlib import Path
 READ_AT_IMPORT = ("ATEN", "CUDA", "GOMP", "HF_", "KMP", "LD_", "MKL", "OMP", "PYTHON", "TORCH", "TRANSFORM", "TRITON")
 LEFT_OUT = ("HF_EFFICIENT",)  # of these: ours, which no import before the fork reads
 SERVED = ({}, {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})  # what the variables of servers differ in
+FROM = dict(os.environ)  # these variables
 
 _servers: dict[int, subprocess.Popen] = {}  # by place in `SERVED`
+_lock = threading.Lock()
 
 
 def run(
@@ -35,14 +38,16 @@ def run(
     [script, ...]. Ends the process with TimeoutExpired after `timeout` seconds."""
     env = dict(os.environ if env is None else env)
     arguments = [str(argument) for argument in arguments]
-    servers = [place for place, more in enumerate(SERVED) if _at_import(env) == _at_import({**os.environ, **more})]
+    servers = [place for place, more in enumerate(SERVED) if _at_import(env) == _at_import({**FROM, **more})]
     if not hasattr(os, "fork") or not servers:
         command = [sys.executable, *arguments]
         return subprocess.run(command, cwd=cwd, env=env, timeout=timeout, check=check, capture_output=True, text=True)
     with tempfile.TemporaryDirectory() as folder:
-        written = [os.path.join(folder, name) for name in ("out", "err")]
+        *written, status = (os.path.join(folder, name) for name in ("out", "err", "status"))
+        os.mkfifo(status)
         request = {"arguments": arguments, "cwd": str(cwd or os.getcwd()), "env": env, "written": written}
-        status = _ask(servers[0], {**request, "timeout": timeout})
+        _ask(servers[0], {**request, "status": status, "timeout": timeout})
+        status = json.loads(Path(status).read_text())
         out, err = (Path(path).read_text() for path in written)
     if status is None:
         raise subprocess.TimeoutExpired(arguments, timeout, out, err)
@@ -56,20 +61,24 @@ def _at_import(env: dict) -> dict:
     return {key: env[key] for key in env if key.startswith(READ_AT_IMPORT) and not key.startswith(LEFT_OUT)}
 
 
-def _ask(place: int, request: dict) -> int | None:
-    server = _servers.get(place)
-    if server is None or server.poll() is not None:
-        command, env = [sys.executable, __file__], {**os.environ, **SERVED[place]}
-        server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-        _servers[place] = server
-    server.stdin.write(json.dumps(request) + "\n")
-    server.stdin.flush()
-    return json.loads(server.stdout.readline())
+def _ask(place: int, request: dict) -> None:
+    with _lock:
+        server = _servers.get(place)
+        if server is None or server.poll() is not None:
+            command, env = [sys.executable, __file__], {**FROM, **SERVED[place]}
+            _servers[place] = server = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=env)
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
 
 
 def _serve() -> dict:
-    """Answers requests until its input ends. Returns in the fork that a request asks for, with the request."""
+    """Takes requests until its input ends. Returns in the process that a request asks for, with the request. The fork
+    between them waits for the end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in iter(sys.stdin.readline, ""):
+        if os.fork():
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         request = json.loads(line)
         if not (child := os.fork()):
             return request
@@ -80,7 +89,8 @@ def _serve() -> dict:
         if not ended:
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
-        print(json.dumps(os.waitstatus_to_exitcode(status) if ended else None), flush=True)
+        Path(request["status"]).write_text(json.dumps(os.waitstatus_to_exitcode(status) if ended else None))
+        os._exit(0)
     sys.exit()
 
 
