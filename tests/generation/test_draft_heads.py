@@ -72,13 +72,12 @@ def generate(target, inputs, heads, adaptive=False, **options):
 def test_greedy_output_is_that_of_plain_generation(kind, nodes, target, text, trained):
     batch, plain, _ = text
     single = {key: value[1:2] for key, value in batch.items()}
-    for heads in (trained[kind], kind.for_model(target, 128)):
+    for heads in (kind.for_model(target, 128), trained[kind])[nodes < 32 :]:
         heads.nodes, heads.beam = nodes, min(nodes, 6)
-        outputs = generate(target, batch, heads), generate(target, single, heads), generate(target, batch, heads, True)
-        for output, expected in zip(outputs, (plain, plain[1:2], plain)):
+        outputs = generate(target, single, heads), generate(target, batch, heads, True), generate(target, batch, heads)
+        for output, expected in zip(outputs, (plain[1:2], plain, plain)):
             assert output.sequences.tolist() == expected.tolist()
-    trained[kind].nodes = nodes
-    assert generate(target, batch, trained[kind]).tokens_per_step > {1: 1.3, 4: 1.5, 32: 1.8}[nodes]
+    assert output.tokens_per_step > {1: 1.3, 4: 1.5, 32: 1.8}[nodes]
 
 
 @pytest.mark.parametrize("kind", KINDS)

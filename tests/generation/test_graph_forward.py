@@ -69,8 +69,8 @@ def test_tokens_are_those_of_transformers(name, monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt2"])
 def test_models_in_full_precision(name, monkeypatch):
     model = served_model(name)
-    for options in OPTIONS.values():
-        generated(model, monkeypatch, **left_padded_batch(), **options, max_new_tokens=12)
+    for kind in OPTIONS if name == "llama" else ("processors", "many", "sampled_ends"):
+        generated(model, monkeypatch, **left_padded_batch(), **OPTIONS[kind], max_new_tokens=12)
     assert FakeGraph.replays
 
 

@@ -81,7 +81,7 @@ def test_other_attentions(name, attention):
     model = enable_speculation(copy.deepcopy(plain))
     model.set_attn_implementation({"text_config": attention})
     lookup, tree = Speculation(PromptLookup(), adaptive=False), Speculation(TokenRecycling(), adaptive=False)
-    for rows in (1, 3, 8):
+    for rows in (1, 8):
         inputs = multimodal_inputs(name, rows)
         expected = plain.generate(**inputs, **OPTIONS)
         for drafter in (None, lookup, tree):
@@ -103,7 +103,7 @@ def test_prompts_that_see_ahead():
         trees = Speculation(TokenRecycling(), adaptive=False)
         for call in (dict(input_ids=ids, attention_mask=mask), dict(input_ids=ids), dict(input_ids=ids[:1])):
             expected = each.generate(**call, **OPTIONS)
-            for drafter in (None, lookup, trees, fixed(Oracle(expected, 0.7, 5, 96))):
+            for drafter in (None, trees, fixed(Oracle(expected, 0.7, 5, 96))):
                 assert torch.equal(faster.generate(**call, **OPTIONS, assistant_model=drafter), expected), drafter
 
     def two_turns(model, cache, **draft):

@@ -44,8 +44,8 @@ def both(model, monkeypatch, **options):
 def test_tokens_are_those_of_transformers(name, monkeypatch):
     model, batch = served_model(name), left_padded_batch()
     attention = model.config._attn_implementation
-    for kind, options in OPTIONS.items():
-        expected, output = both(model, monkeypatch, **batch, **options, max_new_tokens=12)
+    for kind in OPTIONS if name in ("llama", "mistral", "gpt2") else ("sampled", "ends"):
+        expected, output = both(model, monkeypatch, **batch, **OPTIONS[kind], max_new_tokens=12)
         assert torch.equal(expected, output), kind
     assert model.config._attn_implementation == attention
 
