@@ -41,10 +41,17 @@ def product(case, dtype, device, monkeypatch):
     check_product(x, packed, scale, zero, torch.randn(rows, device=device), layout)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_product(case, dtype, kernel_device, monkeypatch, nan_poison):
-    product(case, dtype, kernel_device, monkeypatch)
+@pytest.mark.parametrize(  # interpreted each with one of the dtypes: inline assembly below has the other
+    "number, dtype",
+    [
+        (number, dtype)
+        for number in range(len(CASES))
+        for place, dtype in enumerate((torch.bfloat16, torch.float16))
+        if not weight_only.INTERPRETED or number % 2 == place
+    ],
+)
+def test_product(number, dtype, kernel_device, monkeypatch, nan_poison):
+    product(CASES[number], dtype, kernel_device, monkeypatch)
 
 
 @pytest.mark.skipif(not weight_only.INTERPRETED, reason="runs natively above")

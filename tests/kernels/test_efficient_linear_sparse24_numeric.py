@@ -53,7 +53,7 @@ def test_bits_a_weight():
 
 
 GROUPS = ((None, True), (64, False), (128, True), (-1, False))
-SHAPES = ((1, 64, 256), (3, 70, 200), (17, 5, 600), (70, 33, 66))
+SHAPES = ((1, 64, 256), (3, 70, 200), (17, 5, 400), (70, 33, 66))
 
 
 @pytest.mark.parametrize(  # groups of 64 have every shape, the others every second one
@@ -72,6 +72,8 @@ def test_products(kernel_device, tokens, out_features, in_features, group_size, 
     expected = sparse24_linear_reference(x, *tensors, bias, **layout)
     for _ in in_one_part_and_in_several(monkeypatch):
         check(sparse24_linear(x, *tensors, bias, **layout), expected)
+        if in_features <= 128:  # one step, in one part anyway
+            break
 
 
 @pytest.mark.parametrize("group_size", [None, 64])
@@ -79,7 +81,7 @@ def test_columns_in_the_order_of_four_neighbours(group_size, monkeypatch):
     """As on compute capabilities 8.x and 12.x; interpreted, both orders compute the same."""
     monkeypatch.setattr(sparse24, "quads", lambda device: True)
     if sparse24.INTERPRETED:
-        test_products("cpu", 3, 70, 300, group_size, False, monkeypatch)
+        test_products("cpu", 3, 40, 200, group_size, False, monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -39,11 +39,18 @@ def test_packing_is_exact_and_the_reference_reads_the_format(shape, bits):
     assert torch.equal(weight, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+DTYPES = torch.float16, torch.bfloat16, torch.float32
+SHAPES = (1, 96, 320), (20, 288, 130), (40, 33, 70), (70, 64, 64)
+
+
 @pytest.mark.parametrize(
-    "tokens, out_features, in_features", [(1, 96, 320), (20, 288, 130), (40, 33, 70), (70, 64, 64)]
+    "bits, quads, tokens, out_features, in_features, dtype",
+    [
+        (*codes, *shape, DTYPES[(i + j) % 3])
+        for i, shape in enumerate(SHAPES)
+        for j, codes in enumerate(((2, False), (3.5, True)))
+    ],
 )
-@pytest.mark.parametrize("bits, quads", [(2, False), (3.5, True)])
 def test_products(kernel_device, bits, quads, tokens, out_features, in_features, dtype, monkeypatch):
     if trellis.INTERPRETED:  # a GPU has the one or the other order of columns
         monkeypatch.setattr(trellis, "quads", lambda device: quads)
