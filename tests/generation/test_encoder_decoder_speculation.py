@@ -12,6 +12,7 @@ from native_loop import transformers_loop
 from test_speculative_distribution import RIGHT, likeliest_texts, texts_p_value
 
 from hf_efficient import (
+    BestOf,
     EncoderDecoderPagedCache,
     PromptLookup,
     Speculation,
@@ -67,7 +68,7 @@ def test_greedy_tokens(name, attention):
         assert found.num_steps < 29 and len(set(found.accepted_tokens.tolist())) > 1, "rows were never unequal"
 
 
-@pytest.mark.parametrize("name, drafter", [("bart", "assistant"), ("t5", "lookup"), ("whisper", "recycling")])
+@pytest.mark.parametrize("name, drafter", [("bart", "assistant"), ("t5", "best of two"), ("whisper", "recycling")])
 def test_samples_have_the_models_distribution(name, drafter):
     """5,000 continuations of four tokens, against the exact probabilities of the 16 that there are."""
     plain, model, inputs = plain_and_speculative(name)
@@ -75,7 +76,7 @@ def test_samples_have_the_models_distribution(name, drafter):
     options = dict(do_sample=True, top_k=2, temperature=1.5, suppress_tokens=[2], begin_suppress_tokens=None)
     draft = {
         "assistant": lambda: draft_of(plain, 0.1),
-        "lookup": lambda: Speculation(PromptLookup(3)),
+        "best of two": lambda: fixed(BestOf(PromptLookup(3), TokenRecycling())),
         "recycling": lambda: fixed(TokenRecycling()),
     }[drafter]()
     options |= dict(max_new_tokens=4, return_dict_in_generate=True, draft_model=draft)
