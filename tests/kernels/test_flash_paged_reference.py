@@ -1,9 +1,8 @@
 """The float64 references of flash_paged against torch's attention, and errors for what the kernels cannot do."""
 
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh_processes
 import pytest
 import torch
 from helpers import assert_close
@@ -339,4 +338,4 @@ def test_the_folder_stands_alone():
         "import sys, flash_paged; assert 'hf_efficient' not in sys.modules; "
         "[getattr(flash_paged, n) for n in flash_paged.__all__]"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)
+    fresh_processes.run(["-c", code], cwd=folder, check=True)
