@@ -26,13 +26,14 @@ def experts(device, dtype, counts, out_features, in_features, bits, group_size, 
     return x, (packed, scale, zero_point, added), layout
 
 
-@pytest.mark.parametrize(
-    "counts",
-    [(1, 0, 2), (0, 0, 5), (3,), (17, 1, 0, 40), (0, 16, 0, 0, 33, 1), (130, 3)],
-    ids=lambda counts: "-".join(map(str, counts)),
-)
-@pytest.mark.parametrize(
-    "bits, group_size, symmetric", [(4, 64, False), (4, -1, True), (8, 32, True), (8, None, False)]
+COUNTS = (1, 0, 2), (0, 0, 5), (3,), (17, 1, 0, 40), (0, 16, 0, 0, 33, 1), (130, 3)
+WEIGHTS = (4, 64, False), (8, 32, True), (4, -1, True), (8, None, False)
+
+
+@pytest.mark.parametrize(  # each with one of 4 bits and one of 8
+    "counts, bits, group_size, symmetric",
+    [(counts, *WEIGHTS[place]) for i, counts in enumerate(COUNTS) for place in (i // 2 % 2 * 2, i % 2 * 2 + 1)],
+    ids=str,
 )
 def test_rows_meet_their_expert(kernel_device, counts, bits, group_size, symmetric):
     x, tensors, layout = experts(kernel_device, torch.float16, counts, 40, 150, bits, group_size, symmetric, True)
