@@ -23,7 +23,8 @@ from pathlib import Path
 
 # how names of such variables begin
 READ_AT_IMPORT = ("ATEN", "CUDA", "GOMP", "HF_", "KMP", "LD_", "MKL", "OMP", "PYTHON", "TORCH", "TRANSFORM", "TRITON")
-LEFT_OUT = ("HF_EFFICIENT",)  # of these: ours, which no import before the fork reads
+# of these: ours, which no import before the fork reads, and what inductor sets in a process that has compiled something
+LEFT_OUT = ("HF_EFFICIENT", "TORCHINDUCTOR_CACHE_DIR")
 SERVED = ({}, {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})  # what the variables of servers differ in
 FROM = dict(os.environ)  # these variables
 
