@@ -1,5 +1,7 @@
 """Trellis codes: their definition bit by bit, the search for them, and what they lose against the theory."""
 
+import functools
+
 import pytest
 import torch
 from format_checks import check_declared, check_on_a_gpu
@@ -75,14 +77,22 @@ def test_the_error_of_normal_numbers(bits, limit):
     assert 4**-bits < error < limit
 
 
+@functools.cache
+def searched(bits):
+    """(numbers, codes, values) of the search in torch, for all tiers."""
+    made = []
+    for rows in ROWS:
+        numbers = torch.randn(2, rows) * torch.tensor([[40.0], [400.0]])  # the second: beyond the table
+        made.append((numbers, *trellis_search.search_reference(numbers, bits)))
+    return made
+
+
 @pytest.mark.parametrize("bits", TRELLIS_BITS)
 def test_the_compiled_search_is_the_one_in_torch(bits, tier):
     if trellis_search.function() is None:
         pytest.skip("there is no compiled search in this tier")
-    for rows in ROWS:
-        numbers = torch.randn(2, rows) * torch.tensor([[40.0], [400.0]])  # the second: beyond the table
+    for numbers, expected_codes, expected_values in searched(bits):
         codes, values = trellis_search.search(numbers, bits)
-        expected_codes, expected_values = trellis_search.search_reference(numbers, bits)
         assert torch.equal(codes, expected_codes) and torch.equal(values, expected_values)
 
 

@@ -22,8 +22,9 @@ def gradients(function, grad, *tensors):
     return [torch.zeros_like(x) if own is None else own for own, x in zip(found, inputs)]
 
 
-@pytest.mark.parametrize("label", OPTIONS)
-@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize(
+    "label, heads, kv_heads", [(label, *[(4, 4), (6, 2)][i % 2]) for i, label in enumerate(OPTIONS)]
+)
 @pytest.mark.parametrize("part", [1 << 24, 64])  # scores at once: all, and a query or two
 def test_of_batches(label, heads, kv_heads, part, monkeypatch):
     monkeypatch.setattr(policy, "SCORES", part)
