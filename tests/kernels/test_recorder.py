@@ -213,9 +213,13 @@ def captured(model, cache, tokens):
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("name", "kv_format"), [*((name, "auto") for name in TINY_MODELS), ("mistral", "int8"), ("mistral", "int4")]
+    ("name", "kv_format", "dtype"),
+    [
+        *((name, "auto", (torch.float32, torch.bfloat16)[i % 2]) for i, name in enumerate(TINY_MODELS)),
+        *(("gpt2", "auto", torch.bfloat16), ("llama", "auto", torch.bfloat16), ("llama_tied", "auto", torch.float32)),
+        *(("mistral", "int8", torch.bfloat16), ("mistral", "int4", torch.float32)),
+    ],
 )
 def test_replayed_steps_are_those_of_the_model(name, kv_format, dtype, tier):
     model = tiny_model(name, dtype, attn_implementation="flash_paged")
