@@ -59,22 +59,22 @@ def test_one_compilation_while_the_cache_grows(llama):
     """The whole compiler where there is one for C++; its code must write the pages in place."""
     model, inputs = llama, left_padded_batch()
     model.set_attn_implementation("eager")
-    options = dict(do_sample=False, max_new_tokens=201, eos_token_id=-1)
+    options = dict(do_sample=False, max_new_tokens=101, eos_token_id=-1)
     expected = model.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :]
     model.set_attn_implementation("flash_paged")
     backend = "inductor" if shutil.which("g++") or shutil.which("c++") or shutil.which("clang++") else "aot_eager"
     forward, counter = compiled(model, backend)
-    cache = PagedCache(model.config, block_size=8, num_blocks=96)
-    (tokens, logits), sources = run_and_get_code(lambda: decode(model, forward, cache, inputs, 201))
-    assert counter.frame_count == 1 and cache.cache_seqlens == [205, 211, 208]
+    cache = PagedCache(model.config, block_size=8, num_blocks=48)
+    (tokens, logits), sources = run_and_get_code(lambda: decode(model, forward, cache, inputs, 101))
+    assert counter.frame_count == 1 and cache.cache_seqlens == [105, 111, 108]
     for source in sources:  # the op is given the pages themselves, the inputs of the graph, and no copy
         assert re.search(r"flash_attn_with_kvcache\.default\(\w+, arg\d+_1, arg\d+_1, ", source)
     assert len(sources) == (backend == "inductor")
-    plain_tokens, plain_logits = decode(model, None, PagedCache(model.config, block_size=8), inputs, 40)
-    assert torch.equal(tokens, expected) and torch.equal(plain_tokens, expected[:, :40])
-    assert_close(logits[:, :40], plain_logits, 1e-5, 1e-3, "float32 with fused operations: sums in another order")
+    plain_tokens, plain_logits = decode(model, None, PagedCache(model.config, block_size=8), inputs, 20)
+    assert torch.equal(tokens, expected) and torch.equal(plain_tokens, expected[:, :20])
+    assert_close(logits[:, :20], plain_logits, 1e-5, 1e-3, "float32 with fused operations: sums in another order")
 
-    cache = PagedCache(model.config, block_size=8, num_blocks=96)  # another cache of this size
+    cache = PagedCache(model.config, block_size=8, num_blocks=48)  # another cache of this size
     assert torch.equal(decode(model, forward, cache, inputs, 9)[0], expected[:, :9])
     cache.rewind([0, 0, 0])
     assert torch.equal(decode(model, forward, cache, inputs, 9)[0], expected[:, :9])

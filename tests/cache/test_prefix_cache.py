@@ -27,7 +27,10 @@ def test_generate_is_the_same(name):
     """Left-padded batches: prompts seen before, others that begin alike, and longer ones that continue an answer."""
     model = tiny_model(name, attn_implementation="flash_paged")
     prefix = new_prefix(model, 512)
-    for label, kwargs in GENERATIONS.items():
+    # all ways with all tokens and with windows, and two of them in each other architecture
+    other = list(GENERATIONS)[1 + list(TINY_MODELS).index(name) % 3]
+    for label in GENERATIONS if name in ("llama", "gemma3") else ("greedy", other):
+        kwargs = GENERATIONS[label]
         for seed in (0, 1):
             inputs = prompts(seed=seed)
             torch.manual_seed(0)

@@ -84,10 +84,14 @@ DRAFTERS = ("prompt_lookup_num_tokens", "assistant_model")
 
 @pytest.mark.parametrize(
     ("name", "drafter"),
-    [*((name, DRAFTERS[index % 2]) for index, name in enumerate(TINY_MODELS)), ("llama", DRAFTERS[1])],
+    [
+        *(("llama", drafter) for drafter in DRAFTERS),
+        *(("gemma3", DRAFTERS[0]), ("qwen3_moe", DRAFTERS[1]), ("gpt_oss", DRAFTERS[1])),
+    ],
 )
 def test_requests_that_are_preempted_go_on(name, drafter, drafted, preempted):  # noqa: F811
-    """A pool that holds one sequence at its longest, in which prefixes are shared."""
+    """A pool that holds one sequence at its longest, in which prefixes are shared. All architectures draft above, and
+    are preempted in test_batched_step.py."""
     model = tiny_model(name)
     expected = one_by_one(model)
     given = {drafter: 4 if drafter == "prompt_lookup_num_tokens" else model}

@@ -20,17 +20,26 @@ from hf_efficient.experts import EfficientExperts
 from hf_efficient.layers import CompressedModule, EfficientLinear
 
 
-@pytest.mark.parametrize("name", TINY_MODELS)
+JOURNEYS = {
+    "int4": (INT4, torch.bfloat16),
+    "int8": (dict(bits=8, group_size=-1, symmetric=True), torch.float32),
+    "int4-tensor": (dict(bits=4, group_size=None), torch.float32),
+}
+# each on weights that are rows, columns, experts and transposed experts, and one on those of any other architecture
+EVERY = ("llama", "gpt2", "mixtral", "gpt_oss")
+
+
 @pytest.mark.parametrize(
-    "config, dtype",
+    "name, journey",
     [
-        (INT4, torch.bfloat16),
-        (dict(bits=8, group_size=-1, symmetric=True), torch.float32),
-        (dict(bits=4, group_size=None), torch.float32),
+        (name, journey)
+        for index, name in enumerate(TINY_MODELS)
+        for place, journey in enumerate(JOURNEYS)
+        if name in EVERY or index % 3 == place
     ],
-    ids=["int4", "int8", "int4-tensor"],
 )
-def test_load_generate_save_reload(name, config, dtype, tmp_path):
+def test_load_generate_save_reload(name, journey, tmp_path):
+    config, dtype = JOURNEYS[journey]
     model = load(folder(name, dtype), dtype, **config)
     compressed = [m for m in model.modules() if isinstance(m, CompressedModule)]
     assert len(compressed) >= 8 and not any(type(m) is Conv1D for m in model.modules())
