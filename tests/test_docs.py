@@ -15,8 +15,9 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import shallow_model
 import textstat
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_efficient.cli import main
 from hf_efficient.kernels.replay.recorder import interpreter
@@ -32,8 +33,10 @@ MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMALL = {  # command -> arguments that make it quick
     "run": ["--windows", "2", "--new-tokens", "4", "--repeats", "1"],
     "bench": ["--batch", "2", "--prompt-tokens", "8", "--new-tokens", "4", "--repeats", "1"],
+    **dict.fromkeys(("quantize", "prune", "prune-structure"), ["--num-samples", "2", "--sequence-length", "64"]),
 }
-QUICK = {"num_samples=8": "num_samples=2", "minutes=0.1": "minutes=0.02"}  # in examples
+# in examples: what makes them quick, and a size for the small model
+QUICK = {"num_samples=8": "num_samples=2", "minutes=0.1": "minutes=0.02", "1280": "320"}
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -42,16 +45,6 @@ def blocks(page: str, language: str) -> list[str]:
 
 def pages_with(language: str) -> list[str]:
     return [page for page in PAGES if blocks(page, language)]
-
-
-@pytest.fixture(scope="module")
-def shallow_model(sample_model, tmp_path_factory):
-    """The first two blocks of the sample model: examples run the same way, in less time."""
-    folder = tmp_path_factory.mktemp("shallow")
-    config = AutoConfig.from_pretrained(sample_model, num_hidden_layers=2)
-    AutoModelForCausalLM.from_pretrained(sample_model, config=config, dtype="auto").save_pretrained(folder)
-    AutoTokenizer.from_pretrained(sample_model).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
@@ -66,13 +59,13 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("page", pages_with("python"))
-def test_python_examples_run_one_after_another(page, shallow_model, folder, none_adopted):
+def test_python_examples_run_one_after_another(page, folder, none_adopted):
     """On the whole model: tests/integrations/test_real_model.py."""
     if page == "serving" and interpreter() is None:
         pytest.skip("drafts in continuous batching need the C++ kernels")
     namespace = {"__name__": page}
     for number, block in enumerate(blocks(page, "python")):
-        for text, quick in {MODEL_ID: str(shallow_model), **QUICK}.items():
+        for text, quick in {MODEL_ID: str(shallow_model.folder()), **QUICK}.items():
             block = block.replace(text, quick)
         exec(compile(block, f"{page}, block {number}", "exec"), namespace)
 
@@ -80,7 +73,7 @@ def test_python_examples_run_one_after_another(page, shallow_model, folder, none
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", pages_with("bash"))
-def test_commands_run(page, sample_model, shallow_model, folder, monkeypatch, capsys):
+def test_commands_run(page, sample_model, folder, monkeypatch, capsys):
     """In this process: `hf-efficient` calls the same function."""
     lines = [line for block in blocks(page, "bash") for line in block.splitlines()]
     for line in lines:
@@ -95,9 +88,9 @@ def test_commands_run(page, sample_model, shallow_model, folder, monkeypatch, ca
         assert command == "hf-efficient", line
         if words[1] in ("exec", "serve"):  # tests/cli/test_exec.py and tests/integrations/test_serving.py run these
             continue
-        prepare(words, shallow_model)
-        model = sample_model if words[1] == "estimate" else shallow_model
-        words = [word.replace(MODEL_ID, str(model)) for word in words]
+        prepare(words, shallow_model.folder())
+        model = sample_model if words[1] == "estimate" else shallow_model.folder()
+        words = [word.replace(MODEL_ID, str(model)).replace("1280", QUICK["1280"]) for word in words]
         with monkeypatch.context() as changed:
             for name, value in variables.items():
                 changed.setenv(name, value)
