@@ -39,10 +39,9 @@ class WidenedProducts(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-        if function is F.linear and _are_bfloat16(tensors):
+        if function is F.linear and _are_bfloat16(_tensors(args, kwargs)):
             return _linear(*args, **kwargs)
-        if function in _PRODUCTS and _are_bfloat16(tensors) and "out" not in kwargs:
+        if function in _PRODUCTS and _are_bfloat16(_tensors(args, kwargs)) and "out" not in kwargs:
             return function(*map(_widened, args), **kwargs).to(torch.bfloat16)
         if function is F.scaled_dot_product_attention and len(args) >= 3 and _are_bfloat16(args[:3]):
             attention = _Attention(*args[3:], **kwargs)
@@ -53,6 +52,10 @@ class WidenedProducts(TorchFunctionMode):
 
 def _linear(input, weight, bias=None):
     return WidenedLinear.apply(input, weight, bias)
+
+
+def _tensors(args, kwargs) -> list[torch.Tensor]:
+    return [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
 
 
 def _are_bfloat16(tensors) -> bool:

@@ -127,7 +127,7 @@ class Capture(TorchDispatchMode):
         )  # by integers: of a known size, though its tag says otherwise
         if _UNREPEATABLE & set(func.tags) and not is_gather:
             raise NotReplayable(f"the forward calls {func}")
-        inputs = _tensors_of((args, kwargs))
+        inputs = _tensors_in((*args, *kwargs.values()))
         if func._schema.is_mutable:
             self._forget(set(map(address, inputs)))
             self._has_head = False
@@ -135,7 +135,7 @@ class Capture(TorchDispatchMode):
         if key in self._once:
             return self._once[key][1]
         result = aten_instructions.computed(func, args, kwargs)
-        tensors = _tensors_of(result)
+        tensors = _tensors_in((result,))
         self._given |= {address(x): x for x in inputs if address(x) not in self._made}
         if key is not None:
             self._once[key] = args[0], result
@@ -149,7 +149,7 @@ class Capture(TorchDispatchMode):
         self._made |= made
         instructions = None if interpreter() is None else instructions_of(func, args, kwargs, tensors)
         if instructions is None:
-            self.add_call(_call_again(func, args, kwargs, tensors), (args, kwargs))
+            self._program.append((_call_again(func, args, kwargs, tensors), inputs))
             self._pinned.update(map(address, tensors))
             return result
         self._program += instructions
@@ -197,7 +197,7 @@ def _call_again(func, args, kwargs, tensors):
         return functools.partial(out, *args, **kwargs, out=tensors[0])
 
     def call():
-        for tensor, new in zip(tensors, _tensors_of(func(*args, **kwargs))):
+        for tensor, new in zip(tensors, _tensors_in((func(*args, **kwargs),))):
             if new is not tensor:
                 tensor.copy_(new)
 
@@ -207,6 +207,19 @@ def _call_again(func, args, kwargs, tensors):
 def _tensors_of(tree) -> list[torch.Tensor]:
     """Those with a storage, unlike oneDNN's weights."""
     return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.layout is torch.strided]
+
+
+def _tensors_in(values) -> list[torch.Tensor]:
+    """As `_tensors_of`, of arguments and results of operators, which hold them in lists and tuples alone: in less than
+    half the time, twice for each operator that is recorded."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.layout is torch.strided:
+                found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _tensors_in(value)
+    return found
 
 
 def _signature(func) -> list[tuple[str, str]]:
