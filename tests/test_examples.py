@@ -2,15 +2,17 @@
 
 import importlib.util
 import runpy
-import subprocess
+import shutil
 import sys
 from pathlib import Path
 
+import fresh_processes
 import nbformat
 import pytest
+import shallow_model
 from harness_task import write_task
 from nbclient import NotebookClient
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.import_utils import is_serve_available
 
 from hf_efficient import WeightOnlyConfig
@@ -48,17 +50,14 @@ MISSING = {  # script -> why it cannot run here
 
 
 @pytest.fixture(scope="module")
-def folder(sample_model, tmp_path_factory):
-    """Holds the first two blocks of the sample model, the same in four bits, a text, and a task of the harness."""
+def folder(tmp_path_factory):
+    """Holds a small model, the same in four bits, a text, and a task of the harness."""
     folder = tmp_path_factory.mktemp("examples")
-    config = AutoConfig.from_pretrained(sample_model, num_hidden_layers=2)
-    model = AutoModelForCausalLM.from_pretrained(sample_model, config=config, dtype="auto")
-    model.save_pretrained(folder / "model")
+    shutil.copytree(shallow_model.folder(), folder / "model")
     quantization = WeightOnlyConfig(bits=4, group_size=64)
     model = AutoModelForCausalLM.from_pretrained(folder / "model", quantization_config=quantization)
     model.save_pretrained(folder / "int4")
-    for name in ("model", "int4"):
-        AutoTokenizer.from_pretrained(sample_model).save_pretrained(folder / name)
+    AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / "int4")
     (folder / "text.txt").write_text(TEXT)
     write_task(folder / "tasks")
     return folder
@@ -75,8 +74,7 @@ def test_scripts_run(name, folder):
         pytest.skip(MISSING[name])
     arguments, left = RUNS[name]
     model = [] if name == "serve_and_call" else ["--model", "model"]
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *model, *arguments]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    result = fresh_processes.run([EXAMPLES / f"{name}.py", *model, *arguments], cwd=folder)
     assert result.returncode == 0, result.stdout + result.stderr
     assert left is None or (folder / left).is_file()
 
@@ -97,15 +95,26 @@ def test_scripts_refuse_their_target_before_they_work(name, words, tmp_path, mon
     assert exited.value.code == 2 and "exists already" in capsys.readouterr().err
 
 
+@pytest.fixture(scope="module")
+def client():
+    """With a kernel for all notebooks: it takes ten seconds to import torch and transformers."""
+    client = NotebookClient(nbformat.v4.new_notebook(), timeout=280)
+    with client.setup_kernel():
+        yield client
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
-def test_notebooks_run(path, folder, tmp_path):
-    notebook = nbformat.read(path, as_version=4)
+def test_notebooks_run(path, client, folder, tmp_path):
+    """Each without the names of the others, in a folder of its own."""
+    client.nb = notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     for cell in notebook.cells:
         assert not cell.get("outputs"), "notebooks are stored without outputs"
         cell.source = cell.source.replace(MODEL_ID, str(folder / "model"))
-    NotebookClient(notebook, timeout=280, resources={"metadata": {"path": tmp_path}}).execute()
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(f"%reset -f\n%cd {tmp_path}"))
+    for index, cell in enumerate(notebook.cells):
+        client.execute_cell(cell, index)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="needs pip install lm_eval")

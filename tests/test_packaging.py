@@ -2,13 +2,13 @@
 
 import configparser
 import json
-import os
 import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
+import fresh_processes
 import pytest
 from helpers import is_installed
 from packaging.requirements import Requirement
@@ -83,9 +83,8 @@ def test_wheel_imports_everything_outside_the_checkout(distributions, tmp_path):
     absent = {module for module, needs in OPTIONAL.items() if not is_installed(needs)}
     modules = [module for module in modules if module not in absent]
     code = f"import importlib, hf_efficient\nfor name in {modules}: importlib.import_module(name)\n"
-    command = [sys.executable, "-c", code + "print(hf_efficient.__file__)"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    # the folder comes first on the path
+    result = fresh_processes.run(["-c", code + "print(hf_efficient.__file__)"], cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == str(tmp_path / "hf_efficient" / "__init__.py")
 

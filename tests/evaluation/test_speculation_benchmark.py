@@ -2,17 +2,18 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+import fresh_processes
+import torch
 
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "speculation_gpu.py"
 
 
 def run(*arguments):
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([sys.executable, SCRIPT, *arguments], env=environment, capture_output=True, text=True)
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.is_available() else {}
+    return fresh_processes.run([SCRIPT, *arguments], env={**os.environ, **hidden})
 
 
 def test_says_that_it_needs_a_device(tmp_path):

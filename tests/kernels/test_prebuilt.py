@@ -46,7 +46,10 @@ def test_what_cannot_be_prebuilt_is_said(monkeypatch):
 
 
 @NEEDS_COMPILER
-def test_a_prebuilt_library_needs_no_compiler(tier, tmp_path, monkeypatch):
+@pytest.mark.skipif(len(tiers.present()) < 2, reason="needs a CPU with a tier of instructions")
+def test_a_prebuilt_library_needs_no_compiler(tmp_path, monkeypatch):
+    tier = tiers.present()[-1]
+    monkeypatch.setenv(tiers.VARIABLE, tier)
     monkeypatch.setenv(prebuild.VARIABLE, tier)
     wanted = compiler.prebuilt("replay", tier, {})
     (command,) = [command for path, command in prebuild.jobs() if path.name == wanted.name]
@@ -70,7 +73,7 @@ def test_a_cross_compiler_prebuilds_for_its_architecture(tmp_path, monkeypatch):
     monkeypatch.setenv(prebuild.VARIABLE, "all")
     jobs = prebuild.jobs()
     assert len(jobs) == sum(map(len, compiler.LIBRARIES.values())) * len(tiers.of_machine("aarch64"))
-    path, command = next(job for job in jobs if job[0].name.startswith("replay-neon"))
+    path, command = next(job for job in jobs if job[0].name.startswith("packing-neon"))
     prebuild.BuildPy._compile(tmp_path / path.name, command)
     header = (tmp_path / path.name).read_bytes()[:20]
     assert header[:4] == b"\x7fELF" and header[18] == 183, "a library for aarch64"
