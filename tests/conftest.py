@@ -25,6 +25,7 @@ VARIANTS = {first if tiers.tier().name == second else second for first, second i
 WHOLE_NUMBERS = {  # tests of products of whole numbers
     *("test_inputs_rounded_to_int8", "test_the_bits_of_torchs_operators", "test_ternary_weights_in_two_bits"),
     *("test_rows_have_the_same_bits_alone_and_with_any_number_of_threads", "test_inputs_at_the_limits"),
+    *("test_the_largest_sums_of_products", "test_only_wide_forwards_are_rounded_by_default"),
 }
 
 

@@ -96,10 +96,10 @@ class WeightOnlyConfig(CompressionConfig):
         int8_on_cpu (bool or "auto"; default "auto"): with the C++ kernels, layers of bfloat16 models round their inputs
             to 8 bits, with a scale for every 64 columns of a row: faster prompts and batches at a small loss. A value
             that is more than twice as large as the other 63 is not rounded, like an outlier in LLM.int8(). "auto"
-            rounds in forwards of at least 32 tokens (8 on CPUs without AVX-512 BF16) where that is faster: on CPUs with
-            AVX-512 VNNI and without AMX, with groups of at least 32 columns. True rounds in all forwards; with AMX only
-            in those of at most 32 tokens, because prompts are faster without. It is False for codebooks and methods
-            with their own formats.
+            rounds in forwards of at least 32 tokens (8 on CPUs without AVX-512 BF16) where that is faster: on x86 CPUs
+            without AMX, with groups of at least 32 columns, codes of 8 bits on those with VNNI. True rounds in all
+            forwards; with AMX only in those of at most 32 tokens, because prompts are faster without. It is False for
+            codebooks and methods with their own formats.
         activation_bits (4, 6 or None; default None): also round the inputs of layers, so that 4 is W4A4 and 6 is W4A6,
             or with bits=6 W6A6: every 16 columns of a row have a grid that spans their range. `refine` tunes weights
             for rounded inputs, but not those of fused experts. Nothing gets faster: the rounded inputs are stored as

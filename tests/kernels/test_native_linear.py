@@ -164,17 +164,32 @@ def test_a_config_says_which_inputs_are_rounded(kernels, arguments, rounds_input
     assert WeightOnlyConfig(bits=4, codebook="nf4").int8_on_cpu is False
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_the_largest_sums_of_products(kernels, bits):
+    """All codes and rounded inputs are the largest: where products are summed in 16 bits, no more fit."""
+    codes = torch.full((32, 192), 2**bits - 1, dtype=torch.uint8)
+    qweight, scale = pack_codes(codes, bits), torch.ones(32, 3).bfloat16()
+    zero = torch.zeros(32, 3, dtype=torch.uint8)
+    layout = native_cpu.NativeCodesLayout.pack(qweight, scale, zero, bits, 64, 192, torch.bfloat16, native_cpu.ALWAYS)
+    x = torch.ones(9, 192).bfloat16() * torch.tensor([1, -1] * 4 + [1]).view(-1, 1)
+    assert torch.equal(layout.matmul(x), x[:, :32] * (2**bits - 1) * 192)
+
+
 def test_only_wide_forwards_are_rounded_by_default(kernels):
-    least = {"vnni": 8, "bf16": 32}.get(tiers.tier().name)
-    for group_size, dtype in ((64, torch.bfloat16), (16, torch.bfloat16), (64, torch.float32)):
-        canonical = tensors(48, 192, 4, group_size, False, torch.bfloat16)
+    least = {"bf16": 32, "amx": None, "neon": None, "neon_bf16": None}.get(tiers.tier().name, 8)
+    has_dots = tiers.tier().name in ("avx_vnni", "vnni", "bf16")  # of bytes
+    for bits, group_size, dtype in (
+        (4, 64, torch.bfloat16), (8, 64, torch.bfloat16), (4, 16, torch.bfloat16), (4, 64, torch.float32),
+    ):  # fmt: skip
+        canonical = tensors(48, 192, bits, group_size, False, torch.bfloat16)
         never, always, wide = (
-            native_cpu.NativeCodesLayout.pack(*canonical, 4, group_size, 192, dtype, rounds_inputs)
+            native_cpu.NativeCodesLayout.pack(*canonical, bits, group_size, 192, dtype, rounds_inputs)
             for rounds_inputs in (native_cpu.NEVER, native_cpu.ALWAYS, native_cpu.WIDE)
         )
+        may_round = (group_size, dtype) == (64, torch.bfloat16) and (bits < 8 or has_dots)
         for rows in (7, 8, 31, 32, 70):
             x = torch.randn(rows, 192).to(dtype)
-            rounds = least is not None and rows >= least and (group_size, dtype) == (64, torch.bfloat16)
+            rounds = least is not None and rows >= least and may_round
             assert torch.equal(wide.matmul(x), (always if rounds else never).matmul(x))
             assert torch.equal(never.matmul(x), always.matmul(x)) == (dtype is torch.float32)
 

@@ -7,6 +7,7 @@
 // - all of them: sum, highest, any_nan, sums_of_lanes, transpose, look_up, look_up_16, store_ordered;
 // - plus_products: sums of 4 bytes times 4 bytes;
 // - with BYTE_DOT plus_byte_dots (4 unsigned bytes times 4 signed ones), splat_bytes, minus_bytes;
+// - with BYTE_PAIRS plus_pairs (sums of 2 bytes times 2 bytes, in 16 bits), sums_of_pairs;
 // - with BF16_DOT PairBits, a vector of pairs of bfloat16: splat_pair, pairs_at, pair_dot, narrow_pairs, narrow_both,
 //   expanded_pairs, PairInterleaving.
 

@@ -236,15 +236,30 @@ static INLINE void store_ordered(int8_t *to, int64_t count, const int8_t (&bytes
 }
 
 // sum + the products of each lane's 4 codes (unsigned, of WIDTH bits) with the 4 signed bytes of x
-template <int WIDTH> static INLINE Ints plus_products(Ints sum, Words codes, int32_t x) {
 #if defined(VNNI)
-    const __m256i bytes = _mm256_set1_epi32(x);
-    auto half = [&](Ints::Half sum, Words::Half codes) __attribute__((always_inline)) {
-        asm(VNNI "vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(codes), "x"(bytes));
-        return sum;
-    };
-    return {half(sum.low, codes.low), half(sum.high, codes.high)};
+static INLINE Ints::Half byte_dots(Ints::Half sum, Words::Half u, Words::Half s) {  // unsigned and signed bytes
+    asm(VNNI "vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(u), "x"(s));
+    return sum;
+}
+template <int WIDTH> static INLINE Ints plus_products(Ints sum, Words codes, int32_t x) {
+    const Words::Half bytes = (Words::Half)_mm256_set1_epi32(x);
+    return {byte_dots(sum.low, codes.low, bytes), byte_dots(sum.high, codes.high, bytes)};
+}
+
+#define BYTE_DOT 1
+
+static INLINE Words splat_bytes(uint32_t four) { return Words{} + four; }
+static INLINE Words minus_bytes(Words a, Words b) {
+    return {(Words::Half)_mm256_sub_epi8((__m256i)a.low, (__m256i)b.low),
+            (Words::Half)_mm256_sub_epi8((__m256i)a.high, (__m256i)b.high)};
+}
+
+// sum + the products of each lane's 4 unsigned bytes of x with its 4 signed bytes of weights
+static INLINE Ints plus_byte_dots(Ints sum, Words x, Words weights) {
+    return {byte_dots(sum.low, x.low, weights.low), byte_dots(sum.high, x.high, weights.high)};
+}
 #else
+template <int WIDTH> static INLINE Ints plus_products(Ints sum, Words codes, int32_t x) {
     const __m256i bytes = _mm256_set1_epi32(x), low_bits = _mm256_set1_epi8(15);
     auto half = [&](__m256i sum, __m256i codes) __attribute__((always_inline)) {
         auto add = [&](__m256i codes, int times) __attribute__((always_inline)) {  // of 4 bits: pairs fit into 16
@@ -259,7 +274,23 @@ template <int WIDTH> static INLINE Ints plus_products(Ints sum, Words codes, int
         return (Ints::Half)sum;
     };
     return {half((__m256i)sum.low, (__m256i)codes.low), half((__m256i)sum.high, (__m256i)codes.high)};
-#endif
 }
+
+#define BYTE_PAIRS 1
+
+// Each 16 bits of sum + two products of codes (unsigned) with signed bytes of x
+static INLINE Words plus_pairs(Words sum, Words codes, int32_t x) {
+    const __m256i bytes = _mm256_set1_epi32(x);
+    auto half = [&](Words::Half sum, Words::Half codes) __attribute__((always_inline)) {
+        const __m256i pairs = _mm256_maddubs_epi16((__m256i)codes, bytes);
+        asm("vpaddw %1, %0, %0" : "+x"(sum) : "x"(pairs));  // in assembly, since GCC reorders sums, which it then spills
+        return sum;
+    };
+    return {half(sum.low, codes.low), half(sum.high, codes.high)};
+}
+static INLINE Ints sums_of_pairs(Words pairs) {
+    return BOTH(Ints, pairs, _mm256_madd_epi16((__m256i)x, _mm256_set1_epi16(1)));
+}
+#endif
 
 #include "compressed.h"

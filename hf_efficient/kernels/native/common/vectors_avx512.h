@@ -181,12 +181,26 @@ static INLINE void store_ordered(int8_t *to, int64_t count, const int8_t (&bytes
 }
 
 // sum + the products of each lane's 4 codes (unsigned, of WIDTH bits) with the 4 signed bytes of x
-template <int WIDTH> static INLINE Ints plus_products(Ints sum, Words codes, int32_t x) {
 #if defined(__AVX512VNNI__)
+template <int WIDTH> static INLINE Ints plus_products(Ints sum, Words codes, int32_t x) {
     __m512i result = (__m512i)sum;  // in assembly, since GCC moves sums about between registers
     asm("vpdpbusd %2, %1, %0" : "+v"(result) : "v"((__m512i)codes), "v"(_mm512_set1_epi32(x)));
     return (Ints)result;
+}
+
+#define BYTE_DOT 1
+
+static INLINE Words splat_bytes(uint32_t four) { return (Words)_mm512_set1_epi32(four); }
+static INLINE Words minus_bytes(Words a, Words b) { return (Words)_mm512_sub_epi8((__m512i)a, (__m512i)b); }
+
+// sum + the products of each lane's 4 unsigned bytes of x with its 4 signed bytes of weights
+static INLINE Ints plus_byte_dots(Ints sum, Words x, Words weights) {
+    __m512i result = (__m512i)sum;  // in assembly as in plus_products
+    asm("vpdpbusd %2, %1, %0" : "+v"(result) : "v"((__m512i)x), "v"((__m512i)weights));
+    return (Ints)result;
+}
 #else
+template <int WIDTH> static INLINE Ints plus_products(Ints sum, Words codes, int32_t x) {
     const __m512i bytes = _mm512_set1_epi32(x), low_bits = _mm512_set1_epi8(15);
     auto add = [&](__m512i codes, int times) __attribute__((always_inline)) {  // at most 4 bits: pairs fit into 16
         const __m512i fours = _mm512_madd_epi16(_mm512_maddubs_epi16(codes, bytes), _mm512_set1_epi16(times));
@@ -198,20 +212,18 @@ template <int WIDTH> static INLINE Ints plus_products(Ints sum, Words codes, int
         add(_mm512_and_si512(_mm512_srli_epi16((__m512i)codes, 4), low_bits), 16);
     }
     return sum;
-#endif
 }
 
-#if defined(__AVX512VNNI__)
-#define BYTE_DOT 1
+#define BYTE_PAIRS 1
 
-static INLINE Words splat_bytes(uint32_t four) { return (Words)_mm512_set1_epi32(four); }
-static INLINE Words minus_bytes(Words a, Words b) { return (Words)_mm512_sub_epi8((__m512i)a, (__m512i)b); }
-
-// sum + the products of each lane's 4 unsigned bytes of x with its 4 signed bytes of weights
-static INLINE Ints plus_byte_dots(Ints sum, Words x, Words weights) {
-    __m512i result = (__m512i)sum;  // in assembly as in plus_products
-    asm("vpdpbusd %2, %1, %0" : "+v"(result) : "v"((__m512i)x), "v"((__m512i)weights));
-    return (Ints)result;
+// Each 16 bits of sum + two products of codes (unsigned) with signed bytes of x
+static INLINE Words plus_pairs(Words sum, Words codes, int32_t x) {
+    const __m512i pairs = _mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(x));
+    asm("vpaddw %1, %0, %0" : "+v"(sum) : "v"(pairs));  // in assembly, since GCC reorders sums, which it then spills
+    return sum;
+}
+static INLINE Ints sums_of_pairs(Words pairs) {
+    return (Ints)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi16(1));
 }
 #endif
 

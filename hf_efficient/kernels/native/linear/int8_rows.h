@@ -229,6 +229,41 @@ static INLINE void add_line(Ints (&sum)[M][BLOCKS][CHAINS], const uint8_t *line,
         }
 }
 
+#if BYTE_PAIRS
+constexpr int PAIRS_A_SUM = 32767 / (2 * 127 * ((1 << BITS) - 1));  // that fit into 16 bits
+constexpr int LINES_A_SUM = PAIRS_A_SUM / Bytewise::VECTORS;       // 0 with 8 bits
+
+// As add_line, for lines [line, end): products are summed in 16 bits before they are in 32.
+template <int M, int BLOCKS>
+static INLINE void add_lines(Ints (&sum)[M][BLOCKS][1], const uint8_t *line, int64_t lines, int64_t stride,
+                             const int8_t *codes, int64_t width) {
+    constexpr int VECTORS = Bytewise::VECTORS;
+    Words pairs[M][BLOCKS] = {};
+    for (int64_t i = 0; i < lines; i++, line += Codes::LINES * 64, codes += 4 * VECTORS) {
+        Words values[BLOCKS][VECTORS];
+#pragma GCC unroll 2
+        for (int b = 0; b < BLOCKS; b++) {
+            for (int i = 0; i < Lines::LINES; i++)
+                __builtin_prefetch(line + (b + BLOCKS) * stride + 64 * i, 0, 2);  // as in few_rows.h
+            Bytewise::decode(line + b * stride, values[b]);
+        }
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++)
+#pragma GCC unroll 8
+            for (int m = 0; m < M; m++) {
+                int32_t four;
+                memcpy(&four, codes + m * width + 4 * v, 4);
+#pragma GCC unroll 2
+                for (int b = 0; b < BLOCKS; b++) pairs[m][b] = plus_pairs(pairs[m][b], values[b][v], four);
+            }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+        for (int b = 0; b < BLOCKS; b++) sum[m][b][0] += sums_of_pairs(pairs[m][b]);
+}
+#endif
+
 // Calls body(the number of rows, the first row) for all rows in groups of as many as share one decoding.
 template <class F> static INLINE void for_groups_of_rows(int64_t rows, F body) {
     int64_t row = 0;
@@ -273,7 +308,11 @@ static INLINE void add_outliers(const Matrix &w, int64_t block, const Rounded &x
 
 template <int M, int BLOCKS>
 static INLINE void int8_rows(const Matrix &w, int64_t block, const Rounded &x, int64_t row, const Output &out) {
+#if BYTE_PAIRS
+    constexpr int CHAINS = 1;
+#else
     constexpr int CHAINS = M * BLOCKS < 4 && Bytewise::VECTORS > 1 ? 2 : 1;  // sums that do not wait for each other
+#endif
     const int64_t stride = w.line(1, 0) - w.line(0, 0);
     const int8_t *codes = x.codes + row * x.width;
     Floats totals[M][BLOCKS] = {};
@@ -281,6 +320,12 @@ static INLINE void int8_rows(const Matrix &w, int64_t block, const Rounded &x, i
         Ints sum[M][BLOCKS][CHAINS] = {};
         const uint8_t *line = w.line(block, step);
         const int8_t *at = codes + step * w.COLUMNS;
+#if BYTE_PAIRS
+        if constexpr (BITS < 8)
+            for (int64_t some; step < end; step += some, line += some * Codes::LINES * 64, at += some * w.COLUMNS)
+                add_lines(sum, line, some = std::min<int64_t>(LINES_A_SUM, end - step), stride, at, x.width);
+        else
+#endif
         for (; step < end; step++, line += Codes::LINES * 64, at += w.COLUMNS)
             add_line(sum, line, stride, at, x.width, 0);
 #pragma GCC unroll 2

@@ -5,7 +5,8 @@
 #include "int8_rows.h"
 
 #if BYTE_DOT
-constexpr int INT8_TILE_ROWS = 4, INT8_TILE_BLOCKS = 3;  // whose sums registers hold
+// whose sums registers hold
+constexpr int INT8_TILE_ROWS = REGISTERS < 32 ? 2 : 4, INT8_TILE_BLOCKS = REGISTERS < 32 ? 2 : 3;
 constexpr int LEAST_INT8_TILE_ROWS = 12;                      // of x: unpacking pays
 
 struct ByteTile {  // of `blocks` blocks of W
@@ -133,7 +134,8 @@ static void int8_tiles(const Matrix *w, const Output *out, int count, const Roun
         const ByteTile tile = {blocks, weights.get<Words>(w[i].steps * Bytewise::VECTORS * blocks),
                                numbers.get<Floats>(3 * x.segments * blocks)};
         unpack(w[i], block, x, tile);
-        if (blocks == 3) int8_tile_rows<3>(w[i], block, tile, x, rows, out[i]);
+        if constexpr (INT8_TILE_BLOCKS > 2)
+            if (blocks == 3) int8_tile_rows<3>(w[i], block, tile, x, rows, out[i]);
         if (blocks == 2) int8_tile_rows<2>(w[i], block, tile, x, rows, out[i]);
         if (blocks == 1) int8_tile_rows<1>(w[i], block, tile, x, rows, out[i]);
     }, true);
