@@ -1,6 +1,8 @@
 """The range whose 8-bit histogram diverges least from the one of the activations (Szymon Migacz, 8-bit inference with
 TensorRT, GTC 2017)."""
 
+import math
+
 import torch
 
 from hf_efficient.observers.histogram import BINS, HistogramObserver
@@ -8,6 +10,7 @@ from hf_efficient.observers.histogram import BINS, HistogramObserver
 
 LEVELS = 128  # codes on one side of zero, and the fewest bins that a range may keep
 _SMOOTHING = 1e-4  # added to every bin, in counts
+_UNITS = 16  # whose ranges are compared at once: 32 MB a float64 tensor of their levels
 
 
 class EntropyObserver(HistogramObserver):
@@ -16,27 +19,37 @@ class EntropyObserver(HistogramObserver):
 
     def _clip(self, histogram):
         counts = histogram.magnitudes().double()
-        best = torch.full_like(histogram.limit, torch.inf)
-        kept = torch.full_like(best, BINS)
-        for bins in range(LEVELS, BINS + 1):
-            divergence = clipped_divergence(counts, bins)
-            better = divergence < best
-            best, kept = torch.where(better, divergence, best), torch.where(better, bins, kept)
-        magnitude = (kept * histogram.width[:, 0]).float()
+        divergences = torch.cat([clipped_divergences(some) for some in counts.split(_UNITS)])
+        magnitude = ((divergences.argmin(1) + LEVELS) * histogram.width[:, 0]).float()
         return -magnitude, magnitude
 
 
-def clipped_divergence(counts: torch.Tensor, bins: int) -> torch.Tensor:
-    """KL(P || Q), float64 [U], of histograms [U, BINS].
+def clipped_divergences(counts: torch.Tensor) -> torch.Tensor:
+    """KL(P || Q) of histograms, float64 [U, BINS], for each number of kept bins from LEVELS to BINS: float64
+    [U, BINS - LEVELS + 1].
 
-    P is the first `bins` bins, with everything beyond added to the last. Q has `LEVELS` levels of equal width, each
-    spread evenly over its bins that are not empty. 1e-4 is added to every bin of both, so that a distant outlier can be
-    clipped."""
-    inside = counts[:, :bins]
-    filled = (inside > 0).double()
-    level = (torch.arange(bins, device=counts.device) * LEVELS // bins).expand_as(inside)
-    per_level = [c.new_zeros(len(c), LEVELS).scatter_add_(1, level, c) for c in (inside, filled)]
-    q = (per_level[0] / per_level[1].clamp_min(1)).gather(1, level) * filled + _SMOOTHING
-    p = torch.cat([inside[:, :-1], counts[:, bins - 1 :].sum(1, keepdim=True)], 1) + _SMOOTHING
-    p, q = p / p.sum(1, keepdim=True), q / q.sum(1, keepdim=True)
-    return (p * (p / q).log()).sum(1)
+    P is the kept bins, with everything beyond added to the last. Q has `LEVELS` levels of equal width, each spread
+    evenly over its bins that are not empty. 1e-4 is added to every bin of both, so that a distant outlier can be
+    clipped.
+    """
+    bins = torch.arange(LEVELS, BINS + 1, device=counts.device)
+    edges = (torch.arange(LEVELS + 1, device=counts.device) * bins[:, None] + LEVELS - 1) // LEVELS  # of levels
+
+    def up_to(values):  # sums of the bins before each: [U, BINS + 1]
+        return torch.nn.functional.pad(values.cumsum(1), (1, 0))
+
+    def in_levels(sums):  # [U, ranges, LEVELS]
+        return sums[:, edges].diff(dim=2)
+
+    smooth, filled = counts + _SMOOTHING, (counts > 0).double()
+    inside, kept = up_to(counts), in_levels(up_to(filled))
+    mass = in_levels(inside)
+    level = mass / kept.clamp_min(1) + _SMOOTHING  # Q of a bin that is not empty; of an empty one it is _SMOOTHING
+    empty = edges.diff(dim=1) - kept
+    cross = ((mass + _SMOOTHING * kept) * level.log()).sum(2) + empty.sum(2) * _SMOOTHING * math.log(_SMOOTHING)
+    # the last bin has what lies beyond, too
+    last, beyond = smooth[:, bins - 1], inside[:, -1:] - inside[:, bins]
+    cross += beyond * torch.where(filled[:, bins - 1] > 0, level[:, :, -1], _SMOOTHING).log()
+    own = up_to(smooth * smooth.log())[:, bins] - last * last.log() + (last + beyond) * (last + beyond).log()
+    of_p, of_q = (sums + _SMOOTHING * bins.double() for sums in (inside[:, -1:], inside[:, bins]))
+    return (own - cross) / of_p - of_p.log() + of_q.log()
