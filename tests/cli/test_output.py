@@ -2,19 +2,24 @@
 
 import json
 import os
-import pty
 import shutil
-import signal
 import subprocess
-import sys
 
+import fresh_processes
 import pytest
 from helpers import TEXT
 
 from hf_efficient.cli import main, parser, tables
 
 
-MAIN = [sys.executable, "-c", "import sys; from hf_efficient.cli import main; sys.exit(main())"]
+LEFT = """
+import os, sys
+reader, writer = os.pipe()
+os.close(reader)
+os.dup2(writer, 1)
+from hf_efficient.cli import main
+sys.exit(main())
+"""
 TABLE = "before\n\n| a | b\\|c |\n| --- | ---: |\n| \\[x\\] | 1.5 |\n\nafter"
 
 
@@ -27,31 +32,36 @@ def folder(saved_llama, tmp_path, monkeypatch):
     return tmp_path
 
 
-class Terminal:
-    """A process on a terminal of 100 columns."""
+TERMINAL = """
+import json, os, pty, signal, sys
+pid, file = pty.fork()
+if pid == 0:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have background processes ignore it
+    os.environ |= {"COLUMNS": "100", "TERM": "xterm"}
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")
+    from hf_efficient.cli import main
+    sys.exit(main(sys.argv[2:]))
+shown, sign = b"", sys.argv[1].encode()
+while True:
+    try:
+        part = os.read(file, 1 << 16)
+    except OSError:  # the end
+        break
+    if not part:
+        break
+    shown += part
+    if sign and sign in shown:
+        os.kill(pid, signal.SIGINT)
+        sign = b""
+print(json.dumps([shown.decode(), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])]))
+"""
 
-    def __init__(self, *words: str):
-        self.pid, self.file = pty.fork()
-        if self.pid == 0:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # shells have background processes ignore it
-            os.environ |= {"COLUMNS": "100", "TERM": "xterm"}
-            os.execv(MAIN[0], [*MAIN, *words])
 
-    def until(self, sign: bytes | None) -> str:
-        """What is printed up to `sign`, or to the end."""
-        shown = b""
-        while sign is None or sign not in shown:
-            try:
-                part = os.read(self.file, 1 << 16)
-            except OSError:  # the end
-                part = b""
-            if not part:
-                break
-            shown += part
-        return shown.decode()
-
-    def status(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+def on_a_terminal(*words: str, interrupt_at: str = "") -> tuple[str, int]:
+    """What `hf-efficient WORDS` shows on a terminal of 100 columns, and its exit status. Ctrl-C is pressed when it
+    has shown `interrupt_at`."""
+    done = fresh_processes.run(["-c", TERMINAL, interrupt_at, *words], check=True)
+    return json.loads(done.stdout)
 
 
 def test_tables_are_plain_in_a_pipe_and_drawn_on_a_terminal(capsys, monkeypatch):
@@ -77,29 +87,26 @@ def test_a_table_wider_than_the_terminal_is_turned(capsys, monkeypatch):
 
 def test_a_terminal_shows_the_block_its_error_and_the_time_left(folder):
     words = ["quantize", "tiny", "--output", "out", "--method", "gptq", "--refine", "--calibration", "text.txt"]
-    terminal = Terminal(*words, "--group-size", "32", "--num-samples", "20", "--sequence-length", "60")
-    shown = terminal.until(None)
-    assert terminal.status() == 0 and "MB of weights" in shown
+    words += ["--group-size", "32", "--num-samples", "20", "--sequence-length", "60"]
+    shown, status = on_a_terminal(*words)
+    assert status == 0 and "MB of weights" in shown
     assert "model.layers.1: weights" in shown and "1/2 blocks, error 0." in shown and "s left" in shown
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "the cursor is there again"
 
 
 def test_ctrl_c_in_the_middle_leaves_nothing(folder):
     words = ["quantize", "tiny", "--output", "out", "--method", "gptq", "--refine", "--calibration", "text.txt"]
-    terminal = Terminal(*words, "--group-size", "32", "--num-samples", "60", "--sequence-length", "60")
-    assert "0/2 blocks" in terminal.until(b"0/2 blocks")
-    os.kill(terminal.pid, signal.SIGINT)
-    shown = terminal.until(None)
-    assert terminal.status() == 130
+    words += ["--group-size", "32", "--num-samples", "60", "--sequence-length", "60"]
+    shown, status = on_a_terminal(*words, interrupt_at="0/2 blocks")
+    assert status == 130
     assert "hf-efficient: interrupted; the output is as it was" in shown and "Traceback" not in shown
     assert sorted(os.listdir(folder)) == ["text.txt", "tiny"]
 
 
 def test_a_reader_that_leaves_ends_it_without_a_traceback(folder):
-    process = subprocess.Popen([*MAIN, "estimate", "tiny"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    process.stdout.close()
-    written = process.stderr.read()  # other packages write there, too: torchao what it could not load
-    assert process.wait(timeout=200) == 141 and b"Traceback" not in written and b"BrokenPipe" not in written
+    done = fresh_processes.run(["-c", LEFT, "estimate", "tiny"])
+    # other packages write there, too: torchao what it could not load
+    assert done.returncode == 141 and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
 
 
 def run(words: list[str], capfd) -> tuple[str, str]:
@@ -126,13 +133,22 @@ COMMANDS = {  # command -> arguments, in a folder with a model "tiny"
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def compressed(saved_llama, tmp_path_factory):
+    """Folder with a quantized and a pruned model."""
+    folder = tmp_path_factory.mktemp("compressed")
+    words = ["--bits", "8", "--group-size", "32", "--symmetric", "--method", "rtn", "--quiet"]
+    assert main(["quantize", str(saved_llama), "--output", str(folder / "small"), *words]) == 0
+    words = ["--method", "l1", "--remove", "0.2", "--quiet"]
+    assert main(["prune-structure", str(saved_llama), "--output", str(folder / "pruned"), *words]) == 0
+    return folder
+
+
 @pytest.fixture
-def made(folder, capfd):
-    """`folder` with a quantized and a pruned model, too."""
-    words = ["--output", "small", "--bits", "8", "--group-size", "32", "--symmetric", "--method", "rtn"]
-    assert main(["quantize", "tiny", *words, "--quiet"]) == 0
-    assert main(["prune-structure", "tiny", "--output", "pruned", "--method", "l1", "--remove", "0.2", "--quiet"]) == 0
-    capfd.readouterr()
+def made(folder, compressed):
+    """`folder` with the compressed models, too."""
+    for name in ("small", "pruned"):
+        (folder / name).symlink_to(compressed / name)
     return folder
 
 

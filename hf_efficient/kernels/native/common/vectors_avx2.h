@@ -283,7 +283,7 @@ static INLINE Words plus_pairs(Words sum, Words codes, int32_t x) {
     const __m256i bytes = _mm256_set1_epi32(x);
     auto half = [&](Words::Half sum, Words::Half codes) __attribute__((always_inline)) {
         const __m256i pairs = _mm256_maddubs_epi16((__m256i)codes, bytes);
-        asm("vpaddw %1, %0, %0" : "+x"(sum) : "x"(pairs));  // in assembly, since GCC reorders sums, which it then spills
+        asm("vpaddw %1, %0, %0" : "+x"(sum) : "x"(pairs));  // GCC would reorder the sums, and spill them
         return sum;
     };
     return {half(sum.low, codes.low), half(sum.high, codes.high)};

@@ -219,7 +219,7 @@ template <int WIDTH> static INLINE Ints plus_products(Ints sum, Words codes, int
 // Each 16 bits of sum + two products of codes (unsigned) with signed bytes of x
 static INLINE Words plus_pairs(Words sum, Words codes, int32_t x) {
     const __m512i pairs = _mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(x));
-    asm("vpaddw %1, %0, %0" : "+v"(sum) : "v"(pairs));  // in assembly, since GCC reorders sums, which it then spills
+    asm("vpaddw %1, %0, %0" : "+v"(sum) : "v"(pairs));  // GCC would reorder the sums, and spill them
     return sum;
 }
 static INLINE Ints sums_of_pairs(Words pairs) {
