@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import runpy
+import select
 import signal
 import subprocess
 import sys
@@ -46,9 +47,13 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         *written, status = (os.path.join(folder, name) for name in ("out", "err", "status"))
         os.mkfifo(status)
+        answer = os.open(status, os.O_RDWR)  # so that it can be waited for without a writer
         request = {"arguments": arguments, "cwd": str(cwd or os.getcwd()), "env": env, "written": written}
-        _ask(servers[0], {**request, "status": status, "timeout": timeout})
-        status = json.loads(Path(status).read_text())
+        server = _ask(servers[0], {**request, "status": status, "timeout": timeout})
+        while not select.select([answer], [], [], 1)[0]:
+            assert server.poll() is None, "the process that forks has ended: its error is printed"
+        status = json.loads(os.read(answer, 100))
+        os.close(answer)
         out, err = (Path(path).read_text() for path in written)
     if status is None:
         raise subprocess.TimeoutExpired(arguments, timeout, out, err)
@@ -62,7 +67,7 @@ def _at_import(env: dict) -> dict:
     return {key: env[key] for key in env if key.startswith(READ_AT_IMPORT) and not key.startswith(LEFT_OUT)}
 
 
-def _ask(place: int, request: dict) -> None:
+def _ask(place: int, request: dict) -> subprocess.Popen:
     with _lock:
         server = _servers.get(place)
         if server is None or server.poll() is not None:
@@ -70,6 +75,7 @@ def _ask(place: int, request: dict) -> None:
             _servers[place] = server = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=env)
         server.stdin.write(json.dumps(request) + "\n")
         server.stdin.flush()
+    return server
 
 
 def _serve() -> dict:
