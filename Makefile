@@ -66,10 +66,11 @@ SANITIZED_CASES := native_indices or test_operators or dense_products or the_lar
 	native_trellis or native_hadamard or native_packing or native_fake_quantize or native_binary
 # Those between the narrowest and the widest of the same vectors; ARM's run in an emulator.
 UNSANITIZED_TIERS := avx512 or vnni or neon
-# Nor what the same code does for other bits, and rows that take long. Compiling is most of the time: on AVX2 codes of 3
+# Nor what the same code does for other bits and queries in float16, and rows that take long. Compiling is most of the time: on AVX2 codes of 3
 # and 4 bits stand for the others, on the widest vectors all are compiled.
 UNSANITIZED_CASES := (native_trellis and (2.5 or -3- or 3.5 or 9000)) or (native_trellis and avx2 and (1.5 or -5-)) or \
-	(native_linear and (avx2-2 or avx2-8)) or (native_tables and avx2 and (kmeans-2 or fp4))
+	(native_linear and (avx2-2 or avx2-8)) or (native_tables and avx2 and (kmeans-2 or fp4)) or \
+	(formats_and_heads and dtype2)
 # Accesses are checked in functions, not in place: the same checks, compiled in half the time.
 SANITIZER := g++ --param asan-instrumentation-with-call-threshold=0
 
