@@ -70,7 +70,7 @@ UNSANITIZED_TIERS := avx512 or vnni or neon
 # and 4 bits stand for the others, on the widest vectors all are compiled.
 UNSANITIZED_CASES := (native_trellis and (2.5 or -3- or 3.5 or 9000)) or (native_trellis and avx2 and (1.5 or -5-)) or \
 	(native_linear and (avx2-2 or avx2-8)) or (native_tables and avx2 and (kmeans-2 or fp4)) or \
-	(formats_and_heads and dtype2)
+	(formats_and_heads and torch.float16)
 # Accesses are checked in functions, not in place: the same checks, compiled in half the time.
 SANITIZER := g++ --param asan-instrumentation-with-call-threshold=0
 
