@@ -29,7 +29,8 @@ EMULATED := tests/kernels/test_native_linear.py tests/kernels/test_native_pages.
 	tests/kernels/test_native_trellis.py tests/kernels/test_native_hadamard.py tests/kernels/test_native_packing.py \
 	tests/kernels/test_native_fake_quantize.py tests/kernels/test_native_binary.py
 NOT_EMULATED := 2.5 or 3.5 or 9000 or spans_grow or long_prompt or compiler_that_fails or one_pool or default_dtype or \
-	traces or gradients or (native_binary and (torch.float16 or 192 or 1300 or finite or depend or captured)) or \
+	traces or gradients or (native_trellis and (1.5 or -3- or -5-)) or \
+	(native_binary and (torch.float16 or 192 or 1300 or finite or depend or captured)) or \
 	(neon_bf16 and (options or prompts or trees or page_sizes or replayed or largest or float8 or kmeans or \
 	test_native_hadamard))
 
@@ -66,8 +67,8 @@ SANITIZED_CASES := native_indices or test_operators or dense_products or the_lar
 	native_trellis or native_hadamard or native_packing or native_fake_quantize or native_binary
 # Those between the narrowest and the widest of the same vectors; ARM's run in an emulator.
 UNSANITIZED_TIERS := avx512 or vnni or neon
-# Nor what the same code does for other bits and queries in float16, and rows that take long. Compiling is most of the time: on AVX2 codes of 3
-# and 4 bits stand for the others, on the widest vectors all are compiled.
+# Nor what the same code does for other bits and queries in float16, and rows that take long. Compiling is most of the
+# time: on AVX2 codes of 3 and 4 bits stand for the others, on the widest vectors all are compiled.
 UNSANITIZED_CASES := (native_trellis and (2.5 or -3- or 3.5 or 9000)) or (native_trellis and avx2 and (1.5 or -5-)) or \
 	(native_linear and (avx2-2 or avx2-8)) or (native_tables and avx2 and (kmeans-2 or fp4)) or \
 	(formats_and_heads and torch.float16)
