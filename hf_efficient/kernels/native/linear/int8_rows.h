@@ -231,9 +231,9 @@ static INLINE void add_line(Ints (&sum)[M][BLOCKS][CHAINS], const uint8_t *line,
 
 #if BYTE_PAIRS
 constexpr int PAIRS_A_SUM = 32767 / (2 * 127 * ((1 << BITS) - 1));  // that fit into 16 bits
-constexpr int LINES_A_SUM = PAIRS_A_SUM / Bytewise::VECTORS;       // 0 with 8 bits
+constexpr int LINES_A_SUM = PAIRS_A_SUM / Bytewise::VECTORS;        // 0 with 8 bits
 
-// As add_line, for lines [line, end): products are summed in 16 bits before they are in 32.
+// As add_line, for at most LINES_A_SUM lines: products are summed in 16 bits before they are in 32.
 template <int M, int BLOCKS>
 static INLINE void add_lines(Ints (&sum)[M][BLOCKS][1], const uint8_t *line, int64_t lines, int64_t stride,
                              const int8_t *codes, int64_t width) {
