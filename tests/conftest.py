@@ -11,6 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import emulated  # noqa: E402
 import pytest  # noqa: E402
+import shares  # noqa: E402
 import torch  # noqa: E402
 from helpers import save_tiny, threads, tiny_model  # noqa: E402
 
@@ -29,10 +30,12 @@ WHOLE_NUMBERS = {  # tests of products of whole numbers
 }
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     if asked := os.environ.get(tiers.VARIABLE):  # tests of other tiers say nothing about it
         items[:] = [item for item in items if _tier_of(item) in (None, asked)]
     items[:] = [item for item in items if _tier_of(item) not in VARIANTS or item.originalname in WHOLE_NUMBERS]
+    every, items[:] = list(items), shares.select(items, best=tiers.tier().name)
+    config.hook.pytest_deselected(items=every[len(items) :])  # their number is all that is printed
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):  # `keywords` would hold the names of folders, too

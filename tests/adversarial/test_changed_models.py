@@ -118,6 +118,7 @@ sessions = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -285,6 +286,7 @@ def test_forwards_that_change_the_model_run(way):
         assert max(len(noting.seen), noting.count, noting.total.item()) == 11 * calls  # one is of `reads_pages`
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("points_back", [False, True])
 def test_models_are_freed(points_back):
     """What is remembered of a model does not keep it alive, also where its own parts lead back to it."""

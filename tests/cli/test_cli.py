@@ -43,6 +43,7 @@ def test_missing_arguments_exit_with_2():
     assert exit_.value.code == 2
 
 
+@pytest.mark.slow
 def test_run_prints_only_json_and_writes_the_report_that_push_makes_a_card_of(saved_llama, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("It was the best of times, it was the worst of times. " * 60)
     (tmp_path / "prompts.txt").write_text("abcabc\nThe river runs past the mill\n")

@@ -85,6 +85,7 @@ def test_a_table_wider_than_the_terminal_is_turned(capsys, monkeypatch):
     assert all(any(f"column {n}" in line and f"value {n}" in line for line in shown) for n in range(9))
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_the_block_its_error_and_the_time_left(folder):
     words = ["quantize", "tiny", "--output", "out", "--method", "gptq", "--refine", "--calibration", "text.txt"]
     words += ["--group-size", "32", "--num-samples", "20", "--sequence-length", "60"]
@@ -94,6 +95,7 @@ def test_a_terminal_shows_the_block_its_error_and_the_time_left(folder):
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "the cursor is there again"
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_middle_leaves_nothing(folder):
     words = ["quantize", "tiny", "--output", "out", "--method", "gptq", "--refine", "--calibration", "text.txt"]
     words += ["--group-size", "32", "--num-samples", "60", "--sequence-length", "60"]
@@ -103,6 +105,7 @@ def test_ctrl_c_in_the_middle_leaves_nothing(folder):
     assert sorted(os.listdir(folder)) == ["text.txt", "tiny"]
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_it_without_a_traceback(folder):
     done = fresh_processes.run(["-c", LEFT, "estimate", "tiny"])
     # other packages write there, too: torchao what it could not load

@@ -79,6 +79,7 @@ def test_replayed_steps_learn_what_single_ones_do(name, folder, by_operators, re
     assert_same_tensors(results[0][0], results[1][0])
 
 
+@pytest.mark.slow
 def test_students_and_ternary_weights_that_warm_up(folder, by_operators, request):
     results = []
     for is_replayed in (False, True):

@@ -122,6 +122,7 @@ def kill(name: str, seeds: int, scratch: Path) -> None:
         output.rmdir()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
 def test_killed_three_times_it_ends_with_the_same_bits():
     import fresh_processes

@@ -84,6 +84,7 @@ def in_two_processes(folder, tmp_path, launcher, how):
     return torch.load(tmp_path / "result.pt")
 
 
+@pytest.mark.slow
 def test_two_processes_of_accelerate_distil_as_one(folder, tmp_path):
     both = in_two_processes(folder, tmp_path, ACCELERATE, "distill")
     student, alone = trained(folder, "distill")
@@ -92,6 +93,7 @@ def test_two_processes_of_accelerate_distil_as_one(folder, tmp_path):
         assert torch.allclose(both["state"][name], tensor, atol=2e-3), name
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_result_of_one(folder, tmp_path):
     both = in_two_processes(folder, tmp_path, TORCHRUN, "recover")
     model, alone = trained(folder, "recover")

@@ -18,6 +18,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 WAYS = ("stock bf16", "ours int4", "llama.cpp")
 
 
+@pytest.mark.slow
 def test_runs_through_on_tiny_sizes(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")  # so that what the benchmark sets is undone

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import fresh_processes
+import pytest
 import torch
 
 
@@ -16,6 +17,7 @@ def run(*arguments):
     return fresh_processes.run([SCRIPT, *arguments], env={**os.environ, **hidden})
 
 
+@pytest.mark.slow
 def test_says_that_it_needs_a_device(tmp_path):
     result = run("--output", tmp_path / "result.json")
     assert result.returncode == 2, result.stderr
@@ -23,6 +25,7 @@ def test_says_that_it_needs_a_device(tmp_path):
     assert not (tmp_path / "result.json").exists()
 
 
+@pytest.mark.slow
 def test_runs_through_on_tiny_sizes(tmp_path):
     """Every case has the known tokens and the forced acceptance; goals are named, none is claimed."""
     result = run("--tiny", "--output", tmp_path / "result.json")

@@ -314,6 +314,7 @@ def test_what_is_no_folder_is_refused_before_loading(below, checkpoint, tmp_path
         load(checkpoint)
 
 
+@pytest.mark.slow
 def test_two_processes_make_it_at_once(checkpoint, expected, kept, packed):
     program = """
 import os, sys, torch

@@ -251,6 +251,7 @@ print("PEAK", peak - start, "SIZE", model.get_memory_footprint(), "LARGEST", 2 *
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads the resident memory from /proc")
 def test_peak_memory_is_the_quantized_model_and_one_weight(tmp_path):
     """Resident anonymous memory while loading a 190 MB bfloat16 model, in a process of its own."""

@@ -96,6 +96,7 @@ def test_stages_say_what_they_take(arguments, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @needs_bash
 @pytest.mark.timeout(1800)
 def test_every_stage_runs_through_on_tiny_sizes(tmp_path, script):
@@ -124,6 +125,7 @@ def test_every_stage_runs_through_on_tiny_sizes(tmp_path, script):
     assert "run eagerly" not in log, "a forward of stage 4 was not captured"
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled_for_a_gpu_that_is_not_here(tmp_path):
     def run(*arguments):
         command = [sys.executable, FOLDER / "gpu_compile.py", *arguments]

@@ -48,6 +48,7 @@ def test_build_configuration(project):
     assert {str(backend) for backend in general.backends} == {"cuda", "rocm"}
 
 
+@pytest.mark.slow
 def test_the_built_copy_passes_its_own_tests(tmp_path):
     variant = built("flash-paged", tmp_path)
     shutil.copytree(KERNELS / "flash-paged" / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))

@@ -281,6 +281,7 @@ def test_without_a_compiler_the_operators_of_torch_serve(compiler, tmp_path):
     assert result.stderr.count("torch's slower operators") == expected, "said once, where something is lost"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(compiler.compiler() is None or tiers.tier() is tiers.TORCH, reason="nothing is compiled here")
 def test_compiled_once_for_all_processes(tmp_path):
     assert python(ROTATION, tmp_path).stdout.strip() == "True"
@@ -298,6 +299,7 @@ def test_compiled_once_for_all_installs(tmp_path, monkeypatch):
     assert build.build("hadamard", compiler.compiler()) == library
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_is_passed_by(tmp_path):
     (tmp_path / "hf_efficient").write_text("a file where the folder would be")
     assert python(ROTATION, tmp_path).stdout.strip() == str(

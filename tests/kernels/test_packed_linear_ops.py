@@ -124,6 +124,7 @@ def test_experts():
     check(OPS.grouped_linear, arguments, expected, (x, bias))
 
 
+@pytest.mark.slow
 def test_gate_and_up():
     x = torch.randn(5, 200, requires_grad=True)
     sides, layout = [], None

@@ -67,6 +67,7 @@ def test_a_prebuilt_library_needs_no_compiler(tmp_path, monkeypatch):
         build.load.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which(emulated.COMPILER) is None, reason=f"needs {emulated.COMPILER}")
 def test_a_cross_compiler_prebuilds_for_its_architecture(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", emulated.COMPILER)

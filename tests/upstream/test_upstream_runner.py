@@ -52,6 +52,7 @@ if "hf_efficient" in sys.modules:
 """
 
 
+@pytest.mark.slow
 def test_what_differs_is_reported(tmp_path):
     folder = tmp_path / "tests" / "models" / "toy"
     folder.mkdir(parents=True)
@@ -71,6 +72,7 @@ def test_what_differs_is_reported(tmp_path):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "conftest",
     [
