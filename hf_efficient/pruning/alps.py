@@ -7,6 +7,7 @@ which is sparse. A multiplier V and a rising penalty rho draw both together, unt
 
 import torch
 
+from hf_efficient.pruning.damping import damped
 from hf_efficient.pruning.mask import Sparsity
 
 
@@ -19,12 +20,8 @@ _CONJUGATE_STEPS = 10
 def prune(
     weight: torch.Tensor, target: Sparsity, inputs=None, damping: float = 0.01, steps: int = _STEPS
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `hf_efficient.pruning`. Reads `inputs.hessian`; `damping` is added to its diagonal, in units of its mean.
-    steps: of ADMM."""
-    hessian = inputs.hessian.to(weight.device).clone()
-    mean = hessian.diagonal().mean()
-    is_read = (hessian.diagonal() > 0) | (mean == 0)  # weights of inputs that are always 0 go first
-    hessian.diagonal().add_(damping * mean if mean > 0 else 1)
+    """See `hf_efficient.pruning`. Reads `inputs.hessian`, `damped`. steps: of ADMM."""
+    hessian, is_read = damped(inputs.hessian.to(weight.device), damping)
     scale = hessian.diagonal().sqrt()
     hessian /= scale[:, None] * scale
     dense = weight.float() * scale

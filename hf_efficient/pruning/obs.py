@@ -5,6 +5,7 @@ methods."""
 
 import torch
 
+from hf_efficient.pruning.damping import damped
 from hf_efficient.pruning.mask import Sparsity
 
 
@@ -15,8 +16,7 @@ MOST_ELEMENTS = 1 << 27  # of the inverse Hessians of all rows: 1 GiB in float64
 def prune(
     weight: torch.Tensor, target: Sparsity, inputs=None, damping: float = 1e-4
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `hf_efficient.pruning`; in float64. Reads `inputs.hessian`; `damping` is added to its diagonal, in units of
-    its mean.
+    """See `hf_efficient.pruning`; in float64. Reads `inputs.hessian`, `damped`.
 
     Raises ValueError: the layer is too large (N K^2 above 2^27), or the damped Hessian is not positive definite.
     """
@@ -26,10 +26,7 @@ def prune(
             f"obs is exact and for small layers: a weight [{rows}, {columns}] needs the inverses of {rows} Hessians of "
             f"{columns}^2, and N K^2 may be at most {MOST_ELEMENTS}; use 'sparsegpt' or 'alps'"
         )
-    hessian = inputs.hessian.to(weight.device).double()
-    mean = hessian.diagonal().mean()
-    is_read = (hessian.diagonal() > 0) | (mean == 0)  # weights of inputs that are always 0 go first
-    hessian = hessian + (damping * mean if mean > 0 else 1) * torch.eye(columns, device=weight.device)
+    hessian, is_read = damped(inputs.hessian.to(weight.device).double(), damping)
     factor, failed = torch.linalg.cholesky_ex(hessian)
     if failed:
         raise ValueError("the Hessian of the inputs is not positive definite: raise damping")

@@ -8,6 +8,7 @@ those of each row ("row"); with an n:m pattern the m neighbours do."""
 import torch
 
 from hf_efficient.methods._error_feedback import Feedback
+from hf_efficient.pruning.damping import damped
 from hf_efficient.pruning.mask import Sparsity, keep_largest
 
 
@@ -17,11 +18,10 @@ _BLOCK = 128  # columns
 
 
 def prune(weight: torch.Tensor, target: Sparsity, inputs, damping: float = 0.01) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `hf_efficient.pruning`. Reads `inputs.hessian`; `damping` is added to its diagonal, in units of its mean
-    (`Feedback`). ValueError for NaN or infinite values in it."""
-    hessian = inputs.hessian.to(weight.device)
-    feedback = Feedback(hessian, damping, act_order=False)
-    importance = feedback.importance.where(hessian.diagonal() > 0, 0)  # weights of inputs that are always 0 go first
+    """See `hf_efficient.pruning`. Reads `inputs.hessian`, `damped`."""
+    hessian, is_read = damped(inputs.hessian.to(weight.device), damping)
+    feedback = Feedback(hessian, 0.0, act_order=False)
+    importance = feedback.importance * is_read
     rows, columns = weight.shape
     mask = torch.empty(columns, rows, dtype=torch.bool, device=weight.device)
     per_group = target.competitors(rows, columns)[1]

@@ -103,6 +103,20 @@ def test_an_input_that_is_never_there_is_pruned_first():
 
 
 @pytest.mark.parametrize("method", ["sparsegpt", "alps", "obs"])
+@pytest.mark.parametrize("target", [TARGETS[0], TARGETS[2]], ids=str)
+def test_one_huge_input_leaves_the_others_their_say(method, target):
+    weight, x, _ = layer(24, 64)
+    x = x / x.square().mean(0).sqrt()
+    x[:, 3] *= 1e4
+    inputs, errors = LinearInputs(64), {}
+    inputs.update(x)
+    for each in ("wanda", method):
+        change = (prune(weight, each, target, inputs)[0] - weight).double()
+        errors[each] = (x.double() @ change.T).norm().item()
+    assert errors[method] < 0.95 * errors["wanda"]
+
+
+@pytest.mark.parametrize("method", ["sparsegpt", "alps", "obs"])
 def test_weights_beyond_the_range_of_float16_are_refused(method):
     weight, _, inputs = layer(6, 40)
     weight = (weight / weight.abs().max() * 6e4).half()
