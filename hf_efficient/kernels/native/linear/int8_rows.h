@@ -202,11 +202,10 @@ static Rounded rounded(const Matrix &w, const uint16_t *x, int64_t rows, int plu
     return {codes, scales, sums, outliers, counts, w.width, segments, of};
 }
 
-// sum[m][b] += M rows of x times a line of each of BLOCKS neighbouring blocks, `stride` bytes apart; the first products
-// go to sum number `chain`. codes: of the first row, `width` bytes apart.
-template <int M, int BLOCKS, int CHAINS>
-static INLINE void add_line(Ints (&sum)[M][BLOCKS][CHAINS], const uint8_t *line, int64_t stride, const int8_t *codes,
-                            int64_t width, int chain) {
+// Decodes a line of each of BLOCKS neighbouring blocks, `stride` bytes apart, and calls add(vector, m, b, its values, 4
+// codes of x) for M rows. codes: of the first row, `width` bytes apart.
+template <int M, int BLOCKS, class F>
+static INLINE void decode_line(const uint8_t *line, int64_t stride, const int8_t *codes, int64_t width, F add) {
     constexpr int VECTORS = Bytewise::VECTORS;
     Words values[BLOCKS][VECTORS];
 #pragma GCC unroll 2
@@ -222,11 +221,19 @@ static INLINE void add_line(Ints (&sum)[M][BLOCKS][CHAINS], const uint8_t *line,
             int32_t four;
             memcpy(&four, codes + m * width + 4 * v, 4);
 #pragma GCC unroll 2
-            for (int b = 0; b < BLOCKS; b++) {
-                Ints &to = sum[m][b][(chain + v) % CHAINS];
-                to = plus_products<BITS>(to, values[b][v], four);
-            }
+            for (int b = 0; b < BLOCKS; b++) add(v, m, b, values[b][v], four);
         }
+}
+
+// sum[m][b] += M rows of x times a line of each block; the first products go to sum number `chain`.
+template <int M, int BLOCKS, int CHAINS>
+static INLINE void add_line(Ints (&sum)[M][BLOCKS][CHAINS], const uint8_t *line, int64_t stride, const int8_t *codes,
+                            int64_t width, int chain) {
+    auto add = [&](int v, int m, int b, Words values, int32_t four) __attribute__((always_inline)) {
+        Ints &to = sum[m][b][(chain + v) % CHAINS];
+        to = plus_products<BITS>(to, values, four);
+    };
+    decode_line<M, BLOCKS>(line, stride, codes, width, add);
 }
 
 #if BYTE_PAIRS
@@ -237,26 +244,12 @@ constexpr int LINES_A_SUM = PAIRS_A_SUM / Bytewise::VECTORS;        // 0 with 8 
 template <int M, int BLOCKS>
 static INLINE void add_lines(Ints (&sum)[M][BLOCKS][1], const uint8_t *line, int64_t lines, int64_t stride,
                              const int8_t *codes, int64_t width) {
-    constexpr int VECTORS = Bytewise::VECTORS;
     Words pairs[M][BLOCKS] = {};
-    for (int64_t i = 0; i < lines; i++, line += Codes::LINES * 64, codes += 4 * VECTORS) {
-        Words values[BLOCKS][VECTORS];
-#pragma GCC unroll 2
-        for (int b = 0; b < BLOCKS; b++) {
-            for (int i = 0; i < Lines::LINES; i++)
-                __builtin_prefetch(line + (b + BLOCKS) * stride + 64 * i, 0, 2);  // as in few_rows.h
-            Bytewise::decode(line + b * stride, values[b]);
-        }
-#pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++)
-#pragma GCC unroll 8
-            for (int m = 0; m < M; m++) {
-                int32_t four;
-                memcpy(&four, codes + m * width + 4 * v, 4);
-#pragma GCC unroll 2
-                for (int b = 0; b < BLOCKS; b++) pairs[m][b] = plus_pairs(pairs[m][b], values[b][v], four);
-            }
-    }
+    auto add = [&](int, int m, int b, Words values, int32_t four) __attribute__((always_inline)) {
+        pairs[m][b] = plus_pairs(pairs[m][b], values, four);
+    };
+    for (int64_t i = 0; i < lines; i++, line += Codes::LINES * 64, codes += 4 * Bytewise::VECTORS)
+        decode_line<M, BLOCKS>(line, stride, codes, width, add);
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 2
