@@ -10,6 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_efficient.calibration import own_text
+from hf_efficient.calibration.allocation import MOST
 from hf_efficient.calibration.asked_gradients import asked_gradients, check_memory
 from hf_efficient.calibration.data import load_tokens
 from hf_efficient.calibration.steps import refinement, transforms
@@ -42,7 +43,8 @@ def prepare(config, schemes: dict, device_map, model, files=None) -> None:
 
     Raises:
         ValueError: a model without text of its own where none is given; too little calibration text, no tokenizer for
-            it, weights that would be offloaded while blocks run, or fused experts with a method that reads gradients.
+            it, weights that would be offloaded while blocks run, fused experts with a method that reads gradients, or a
+            sparsity that OWL cannot raise.
         ImportError: a dataset of the Hub without the package `datasets`.
     """
     config.calibration = copy.copy(config.calibration or CalibrationConfig())
@@ -63,6 +65,11 @@ def prepare(config, schemes: dict, device_map, model, files=None) -> None:
     for name, own in schemes.items():
         if _reads_loss(own) and not isinstance(model.get_submodule(name), _LINEARS):
             raise ValueError(f"{name}: method={own.method!r} is not supported for fused experts")
+        if _is_owl(own) and own.sparsity >= MOST:
+            raise ValueError(
+                f"{name}: sparsity={own.sparsity!r} is not supported with allocation='owl', which changes it by "
+                f"block: it must be below {MOST}, or take allocation='uniform'"
+            )
     check_memory(model, schemes, device_map)
     if config.calibration.source in ("texts", "dataset"):
         with torch.device("cpu"):  # transformers calls this where new tensors are meta tensors

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from hf_efficient import CalibrationConfig, SparseConfig
 from hf_efficient.calibration.allocation import choose_sparsity
+from hf_efficient.calibration.loading import prepare
 
 
 TOKENS = torch.randint(3, 128, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -39,3 +41,13 @@ def test_the_average_stays_where_the_span_does_not_fit(llama, sparsity):
     average = sum(chosen[name] * size for name, size in sizes.items()) / sum(sizes.values())
     assert average == pytest.approx(sparsity) and chosen[names[1]] != chosen[names[-1]]
     assert chosen[names[0]] == 0, "it is not pruned"
+
+
+def test_a_sparsity_that_leaves_owl_no_room_is_refused_by_name(llama):
+    name = "model.layers.0.mlp.up_proj"
+    config = SparseConfig(sparsity=0.5, allocation="owl", overrides={name: {"sparsity": 0.9995}})
+    config.calibration = CalibrationConfig(tokens=TOKENS)
+    with pytest.raises(
+        ValueError, match=rf"{name}: sparsity=0.9995 is not supported with allocation='owl'.*below 0.999"
+    ):
+        prepare(config, {name: config.for_module(name)}, {}, llama)

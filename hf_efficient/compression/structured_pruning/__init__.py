@@ -54,8 +54,8 @@ def prune_structure(
         the smaller model, on the same device and in the same dtype, in evaluation mode; all its parameters can learn.
 
     Raises:
-        ValueError: arguments that are not allowed, a model that is not supported, a shape that it cannot have, too
-            little text; before anything is computed wherever it can be known then.
+        ValueError: arguments that are not allowed, a model that is not supported, a shape that it cannot have, a larger
+            model than before, too little text; before anything is computed wherever it can be known then.
     """
     check_arguments(method, remove, shape, calibration)
     if repair is not None:

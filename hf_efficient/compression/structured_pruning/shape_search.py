@@ -47,7 +47,7 @@ class ShapeSearch:
         each with as many neurons as the budget leaves, and takes the shape of the least `loss`.
 
         Raises:
-            ValueError: no shape is small enough.
+            ValueError: no shape is small enough, or slicegpt would make the model larger, because it unties embeddings.
         """
         if not remove:
             return self.old
@@ -66,7 +66,15 @@ class ShapeSearch:
         if not found:
             kind = type(self.model).__name__
             raise ValueError(f"remove={remove!r} is more than method={self.method!r} can take from {kind}")
-        return min(found, key=loss) if len(found) > 1 else found[0]
+        new = min(found, key=loss) if len(found) > 1 else found[0]
+        before, after = self.model.num_parameters(), empty_model(type(self.model), self.config(new)).num_parameters()
+        if after >= before:
+            raise ValueError(
+                f"remove={remove!r} with method='slicegpt' makes {type(self.model).__name__} larger, {after:,} "
+                f"parameters instead of {before:,}, because its tied output embedding gets weights of its own: remove "
+                "more, or take method='llm_pruner'"
+            )
+        return new
 
     def _count(self, new: Shape) -> int | None:
         """Parameters that a token reads, see `read_parameters`; None for a shape that the config refuses."""
