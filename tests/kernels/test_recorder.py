@@ -81,6 +81,13 @@ def test_a_step_may_read_numbers():
     assert torch.equal(as_one_step(chosen, x, None), torch.tensor([4.0, 7.0]))
 
 
+def test_exponentials_of_the_largest_and_smallest(tier):
+    x = torch.zeros(7)
+    capture = Capture(lambda: x.exp())
+    x.copy_(torch.tensor([89.0, torch.inf, 88.0, -torch.inf, -200.0, -87.0, torch.nan]))
+    torch.testing.assert_close(capture.replay(), x.exp(), rtol=1e-6, atol=0, equal_nan=True)
+
+
 def test_a_size_that_nobody_reads():
     x, number = torch.ones(3), torch.tensor(5)
 

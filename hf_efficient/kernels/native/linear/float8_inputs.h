@@ -7,10 +7,10 @@ enum { ROUND_ROWS = 1, ROUND_GROUPS = 2 };  // of Weight.rounds_inputs: one scal
 constexpr int64_t FLOAT8_GROUP = 128;
 constexpr float FLOAT8_MOST = 448;
 
-// The nearest number of E4M3, to even; |x| is at most 448.
+// The nearest number of E4M3, to even; |x| is at most 448, or NaN.
 static INLINE Floats to_float8(Floats x) {
     const Words bits = (Words)x, rounded = (bits + 0x7ffffu + (bits >> 20 & 1u)) & 0xfff00000u;
-    return select(absolute(x) < 0x1p-6f, nearest_whole(x * 512.0f) * 0x1p-9f, (Floats)rounded);
+    return select(absolute(x) < 0x1p-6f, nearest_whole(x * 512.0f) * 0x1p-9f, (Floats)rounded) + (x - x);
 }
 
 static INLINE Floats input_values(const uint16_t *x, int64_t count) { return widen(load_some(x, count)); }
@@ -35,8 +35,8 @@ static INLINE void round_float8(const Matrix &w, const T *x, int64_t begin, int6
     }
     const Floats inverse = splat(1 / scale);
     for (int64_t k = begin; k < end; k += LANES) {
-        const Floats at_least = maximum(input_values(x + k, end - k) * inverse, splat(-FLOAT8_MOST));
-        store_input(to + k, end - k, to_float8(minimum(at_least, splat(FLOAT8_MOST))) * scale);
+        const Floats at_least = maximum(splat(-FLOAT8_MOST), input_values(x + k, end - k) * inverse);
+        store_input(to + k, end - k, to_float8(minimum(splat(FLOAT8_MOST), at_least)) * scale);  // NaN stays
     }
 }
 

@@ -65,7 +65,11 @@ static void compute(const Instruction &in, int64_t op, float *x, const float *b,
     case RELU: return unary(x, count, [](Floats v) { return select(v < 0.0f, splat(0.0f), v); });
     case SILU: return unary(x, count, [=](Floats v) { return v / (one + exponential(-v)); });
     case SIGMOID: return unary(x, count, [=](Floats v) { return one / (one + exponential(-v)); });
-    case EXP: return unary(x, count, [](Floats v) { return exponential(v); });
+    case EXP:
+        return unary(x, count, [=](Floats v) {
+            const Floats finite = select(v < -87.3f, splat(0.0f), exponential(v));
+            return select(splat(88.7f) < v, splat(INFINITY), finite);
+        });
     case TANH: return each(x, count, [](float v) { return std::tanh(v); });
     case GELU: return each(x, count, [](float v) { return 0.5f * v * (1 + std::erf(v * 0.70710678f)); });
     case GELU_TANH:

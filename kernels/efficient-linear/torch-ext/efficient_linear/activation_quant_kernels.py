@@ -22,14 +22,15 @@ def round_to_integer(value):
 
 @triton.jit
 def round_to_e4m3(value):
-    """float32 within +-448 -> uint8, the bits of the nearest float8_e4m3fn, half to even; for GPUs without the
-    conversion instruction."""
+    """float32 within +-448, or NaN -> uint8, the bits of the nearest float8_e4m3fn, half to even; for GPUs without
+    the conversion instruction."""
     magnitude = tl.abs(value)
     bits = magnitude.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
     subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # 2^14 has an ulp of 2^-9
     sign = (value.to(tl.int32, bitcast=True) >> 24) & 0x80
-    return (tl.where(magnitude < 2.0**-6, subnormal, normal) | sign).to(tl.uint8)
+    rounded = tl.where(magnitude < 2.0**-6, subnormal, normal) | sign
+    return tl.where(value == value, rounded, 0x7F).to(tl.uint8)
 
 
 @triton.jit
@@ -96,6 +97,6 @@ def quantize_rows_kernel(
         codes = round_to_integer(tl.clamp(x * inverse[:, None], -512.0, 512.0)) + zero[:, None]
         codes = tl.minimum(tl.maximum(codes, -128), 127).to(tl.int8)
     else:
-        x = tl.clamp(x * inverse[:, None], -E4M3_MAX, E4M3_MAX)
+        x = tl.clamp(x * inverse[:, None], -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
         codes = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if NATIVE_FP8 else round_to_e4m3(x)
     tl.store(codes_ptr + columns, codes, mask=inside)
