@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from hf_efficient.cli.config_option import HELP, config_name, parse_config
+from hf_efficient.cli.memory_plan import check_generation
 from hf_efficient.cli.models import check_model, check_uncompressed, load_causal_lm
 from hf_efficient.cli.options import add_dtype_argument, check_at_least
 from hf_efficient.cli.path_checks import check_report
@@ -14,6 +15,7 @@ from hf_efficient.cli.result import Result
 from hf_efficient.integrations.transformers_compat import cache_name
 
 
+OPTION_OF = {"batch_size": "--batch"}
 KEYS = {
     "model": "as it was given",
     "config": "arguments of the quantization config, null for none",
@@ -123,4 +125,9 @@ def _check(options: argparse.Namespace):
     import hf_efficient
 
     hf_efficient.PagedCache(found, kv_format=options.kv_format)  # can it hold them?
+    check_generation(
+        options.model, found, config, fewer="--prompt-tokens, --new-tokens or --batch", batch_size=options.batch,
+        prompt_tokens=options.prompt_tokens, new_tokens=options.new_tokens, kv_format=options.kv_format,
+        dtype=None if options.dtype == "auto" else options.dtype,
+    )  # fmt: skip
     return config

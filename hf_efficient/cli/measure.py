@@ -53,8 +53,9 @@ def measure(variant: dict, progress: bool) -> dict:
     load_seconds = time.perf_counter() - start
     result = {"name": variant["name"], "load_s": load_seconds, "dtype": str(model.dtype).removeprefix("torch.")}
 
-    prompts = [_chat(tokenizer, prompt) for prompt in variant["prompts"]]
-    batches = {"one_prompt": _encode(tokenizer, prompts[:1], device), "batch": _encode(tokenizer, prompts, device)}
+    chosen = {"one_prompt": variant["prompts"][:1], "batch": variant["prompts"]}
+    padded = {"return_tensors": "pt", "padding": True}
+    batches = {name: encode(tokenizer, prompts, **padded).to(device) for name, prompts in chosen.items()}
     plain = {}
     for name, inputs in batches.items():
         speed = _speed(model, inputs, variant, progress)
@@ -102,16 +103,15 @@ def _speed(model, inputs: dict, variant: dict, progress: bool, **options) -> dic
     )
 
 
-def _chat(tokenizer, prompt: str) -> str:
-    if tokenizer.chat_template is None:
-        return prompt
-    messages = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-
-
-def _encode(tokenizer, prompts: list[str], device: torch.device) -> dict:
-    encoded = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=tokenizer.chat_template is None)
-    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+def encode(tokenizer, prompts: list[str], **options):
+    """`input_ids` and `attention_mask` of prompts, each the message of a user where the tokenizer has a chat template.
+    options: of the tokenizer."""
+    has_template = tokenizer.chat_template is not None
+    if has_template:
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        prompts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+    options |= {"add_special_tokens": not has_template, "return_token_type_ids": False}
+    return tokenizer(prompts, **options)
 
 
 if __name__ == "__main__":

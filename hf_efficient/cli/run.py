@@ -71,6 +71,7 @@ def run(options: argparse.Namespace) -> Result:
     }
     with tempfile.TemporaryDirectory() as scratch:
         shared["tokens"], length = variants.tokenize(model, text, options.windows, scratch)
+        variants.check_lengths(shared)
         results = variants.measure_all(shared, compared, scratch)
     content = {
         "model": samples.SAMPLE_MODEL if is_sample else model,

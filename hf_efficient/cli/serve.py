@@ -5,11 +5,12 @@ import json
 import shlex
 import socket
 from collections.abc import Callable
-from pathlib import Path
+
+from hf_efficient.cli.memory_plan import gigabytes, planned
 
 
 PAGE = 256  # tokens of a block, unless transformers is told otherwise
-OPTION_OF = {"batch_size": "--sequences", "prompt_tokens": "--context", "prompt_lookup_num_tokens": "--prompt-lookup"}
+OPTION_OF = {"prompt_lookup_num_tokens": "--prompt-lookup"}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -69,7 +70,7 @@ def run(options: argparse.Namespace) -> Callable[[], int | None]:
     _check_address(options.host, options.port)
     served_with = _checked_options(options)
     blocks = options.sequences * -(-options.context // PAGE)
-    weights, pages = zip(*(_sizes(options, *each) for each in models))
+    weights, pages = zip(*(_sizes(*each) for each in models))
     cache = None if None in pages else int(sum(pages) * blocks * PAGE)
     print(_checked_plan(options, None if None in weights else sum(weights), cache), flush=True)
     if options.draft_model is not None:
@@ -104,24 +105,10 @@ def _check_address(host: str, port: int) -> None:
             raise ValueError(f"--port {port} of {host}: {error.strerror}; give another --port") from None
 
 
-def _sizes(options: argparse.Namespace, model: str, config, kv_format: str) -> tuple[int | None, float | None]:
-    """(bytes of the weights of `model`, of a token in its pages); None where nobody knows. Weights that another package
-    compressed count as large as their files."""
-    import hf_efficient
-    from hf_efficient.cli.models import saved_quantization
-    from hf_efficient.integrations import model_card
-
-    saved = saved_quantization(config)
-    is_foreign = saved is not None and saved.get("quant_method") not in model_card.CONFIGS
-    if is_foreign:
-        del config.quantization_config
-    plan = hf_efficient.estimate(
-        config if is_foreign else model, batch_size=options.sequences, prompt_tokens=max(1, options.context - 1),
-        new_tokens=1, kv_format=kv_format,
-    )  # fmt: skip
-    if not is_foreign:
-        return plan.weight_bytes, plan.kv_token_bytes
-    return sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) or None, plan.kv_token_bytes
+def _sizes(model: str, config, kv_format: str) -> tuple[int | None, float | None]:
+    """(bytes of the weights of `model`, of a token in its pages); None where nobody knows."""
+    weights, plan = planned(model, config, kv_format=kv_format, prompt_tokens=1, new_tokens=1)
+    return weights, plan.kv_token_bytes
 
 
 def _checked_options(options: argparse.Namespace) -> dict:
@@ -175,8 +162,8 @@ def _checked_plan(options: argparse.Namespace, weights: int | None, cache: int |
     total = (weights or 0) + (cache or 0)
     drafts = "" if options.draft_model is None else ", both with the draft model's"
     plan = (
-        f"weights {_gigabytes(weights)}, pages for {options.sequences} sequences of {options.context} tokens "
-        f"{_gigabytes(cache)}{drafts}; {_gigabytes(free)} are free on the {where}"
+        f"weights {gigabytes(weights)}, pages for {options.sequences} sequences of {options.context} tokens "
+        f"{gigabytes(cache)}{drafts}; {gigabytes(free)} are free on the {where}"
     )
     if total > free:
         raise ValueError(
@@ -186,7 +173,3 @@ def _checked_plan(options: argparse.Namespace, weights: int | None, cache: int |
     body = json.dumps({"model": options.model, "messages": [{"role": "user", "content": "Hello"}]})
     words = ["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json", "-d", body]
     return f"{url}  {plan}\n{shlex.join(words)}"
-
-
-def _gigabytes(size: int | None) -> str:
-    return "unknown" if size is None else f"{size / 1e9:.2f} GB"

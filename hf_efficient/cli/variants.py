@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from hf_efficient.cli.config_option import PRESETS, config_name, make_config, parse_arguments
+from hf_efficient.cli.memory_plan import check_generation
 from hf_efficient.cli.models import check_model, saved_quantization
 from hf_efficient.cli.path_checks import is_there
 from hf_efficient.cli.progress import show_cursor, time_left
@@ -52,6 +53,22 @@ def tokenize(model: str, text: str, count: int, folder: str) -> tuple[str, int]:
     path = str(Path(folder) / "tokens.safetensors")
     save_file({"windows": windows.contiguous()}, path)
     return path, length
+
+
+def check_lengths(shared: dict) -> None:
+    """Raises ValueError where the longest prompt and the new tokens do not fit the uncompressed model or the memory.
+    shared: what `measure.measure` reads of all variants."""
+    from transformers import AutoTokenizer
+
+    from hf_efficient.cli.measure import encode
+
+    tokenizer = AutoTokenizer.from_pretrained(shared["model"])
+    lengths = [len(encode(tokenizer, [prompt])["input_ids"][0]) for prompt in shared["prompts"]]
+    check_generation(
+        shared["model"], check_model("--model", shared["model"]), fewer="--new-tokens, or give fewer --prompts",
+        batch_size=len(lengths), prompt_tokens=max(lengths), new_tokens=shared["new_tokens"],
+        dtype=None if shared["model_dtype"] == "auto" else shared["model_dtype"],
+    )  # fmt: skip
 
 
 # Ctrl-C reaches this process and its parent: the parent prints the message, this one ends silently, also on import
