@@ -104,7 +104,7 @@ class CodebookFormat(GroupedCodes):
             return {"scale_codes": codes.to(torch.float8_e4m3fn), "scale_scale": step}
         if not self.double_quantization:
             return {"scale": scale.to(self.dtypes(dtype)["scale"])}
-        mean = scale.float().mean()
+        mean = scale.double().mean().float()
         rest = F.pad(scale.float().flatten() - mean, (0, -scale.numel() % SCALES_AT_ONCE)).view(-1, SCALES_AT_ONCE)
         step = divide(rest.abs().amax(1), 127)
         codes = (rest / torch.where(step == 0, 1, step)[:, None]).round_().add_(128).to(torch.uint8)

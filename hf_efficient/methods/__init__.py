@@ -53,7 +53,7 @@ def quantize(
         mask: bool [N, K] of a pruned weight, True = kept: the codes of the others mean nothing.
 
     Raises:
-        ValueError: the method does not serve the format, or the weight is not finite.
+        ValueError: the method does not serve the format, the weight is not finite, or in the format it would not be.
     """
     module, inner = get_method(method), inner_format(format)
     if not isinstance(inner, module.FORMATS):
@@ -72,9 +72,15 @@ def quantize(
         raise ValueError(f"the weight has {(~weight.isfinite()).sum().item()} values that are NaN or infinite")
     if inner is format:
         masked = {"mask": mask} if mask is not None and getattr(module, "MASKED", False) else {}
-        return module.quantize(weight, format, inputs, **masked)
-    weight, inputs, own = _transformed(weight, format, inputs, transform or {})
-    return {**module.quantize(weight, inner, inputs), **own}
+        tensors = module.quantize(weight, format, inputs, **masked)
+    else:
+        changed, inputs, own = _transformed(weight, format, inputs, transform or {})
+        tensors = {**module.quantize(changed, inner, inputs), **own}
+    largest, dtype = weight.abs().amax().item(), weight.dtype
+    is_huge = largest > torch.finfo(dtype).max ** 0.5
+    if is_huge and not format.dequantize(tensors, weight.shape[1], dtype).isfinite().all():
+        raise ValueError(f"method={method!r}: weights of up to {largest:.3g} overflow {dtype} in {format}")
+    return tensors
 
 
 def _transformed(weight, format, inputs, transform):

@@ -55,14 +55,14 @@ def grid_of_range(low: torch.Tensor, high: torch.Tensor, format: AffineFormat, d
     """The grid from `low` to `high`, float32 [N, G] each; a symmetric grid reaches the larger magnitude of both.
 
     Raises:
-        ValueError: a range that is not finite, because a weight is not."""
+        ValueError: a range that is not finite in float32, which finite weights may have too."""
     if format.symmetric:
         scale = divide(torch.maximum(-low, high), format.levels / 2)
     else:
         low, high = low.clamp_max(0), high.clamp_min(0)
         scale = divide(high - low, format.levels)
     if not scale.isfinite().all():
-        raise ValueError("the weight holds NaN or infinite values")
+        raise ValueError("the weight holds NaN or infinite values, or its range overflows float32")
     scale = stored(scale, dtype)
     if format.symmetric:
         return scale, torch.full(scale.shape, (format.levels + 1) / 2, device=scale.device)

@@ -29,14 +29,16 @@ def quantize(weight: torch.Tensor, format: CodebookFormat, inputs=None) -> dict[
         raise ValueError(f"method='kmeans' learns a table, codebook={format.codebook!r} has one: use method='rtn'")
     importance = _importance(weight, inputs)
     scale, best = _signed_absmax(weight, format), None
+    # squares of what is far from 1 would overflow or vanish
+    unit = torch.exp2(scale.abs().amax().clamp_min(torch.finfo(torch.float32).tiny).log2().floor())
     for _ in range(1 if format.group_size in (None, -1) else _ROUNDS):
         stored = format.store_scale(scale, weight.dtype)
         scale = format.scale(stored)
         learn = _shared_table if format.tables(len(weight)) == 1 else _row_tables
-        table = learn(weight, scale, importance, format).to(weight.dtype)
+        table = learn(weight, scale, importance, format, unit).to(weight.dtype)
         codes = format.nearest(weight, scale, table)
         tensors = {"qweight": format.pack(codes), **stored, "codebook": table}
-        error, scale = _refit(weight, codes, table.float(), scale, importance, format)
+        error, scale = _refit(weight, codes, table.float(), scale, importance, format, unit)
         if best is None or error < best[0]:
             best = error, tensors
     return best[1]
@@ -61,8 +63,8 @@ def _importance(weight, inputs) -> torch.Tensor:
     return importance.clamp_min(1e-6)
 
 
-def _refit(weight, codes, table, scale, importance, format) -> tuple[float, torch.Tensor]:
-    """(the weighted squared error, the scales that minimise it for these codes and tables)."""
+def _refit(weight, codes, table, scale, importance, format, unit) -> tuple[float, torch.Tensor]:
+    """(the weighted squared error in squares of `unit`, the scales that minimise it for these codes and tables)."""
     error, scales = 0.0, []
     step = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
     for first in range(0, len(weight), step):
@@ -71,13 +73,13 @@ def _refit(weight, codes, table, scale, importance, format) -> tuple[float, torc
         entries, values = format.grouped(entries), format.grouped(weight[rows])
         weights = format.grouped(importance.expand(len(codes[rows]), -1))
         own = scale.expand(len(weight), -1)[rows]
-        error += ((entries * own[..., None] - values).square() * weights).sum(dtype=torch.float64).item()
-        norm = (weights * entries.square()).sum(-1)
-        scales.append(torch.where(norm > 0, (weights * entries * values).sum(-1) / norm, own))
+        error += (((entries * own[..., None] - values) / unit).square() * weights).sum(dtype=torch.float64).item()
+        fitted = (weights * entries * values).sum(-1) / (weights * entries.square()).sum(-1)
+        scales.append(torch.where(fitted.abs() <= torch.finfo(weight.dtype).max, fitted, own))
     return error, scale if format.group_size is None else torch.cat(scales)
 
 
-def _row_tables(weight, scale, importance, format) -> torch.Tensor:
+def _row_tables(weight, scale, importance, format, unit) -> torch.Tensor:
     step = max(1, _ELEMENTS_AT_ONCE // max(weight.shape[1], (_CUTS + 1) ** 2))
     tables = []
     for first in range(0, len(weight), step):
@@ -87,14 +89,14 @@ def _row_tables(weight, scale, importance, format) -> torch.Tensor:
     return torch.cat(tables)
 
 
-def _shared_table(weight, scale, importance, format) -> torch.Tensor:
+def _shared_table(weight, scale, importance, format, unit) -> torch.Tensor:
     """One table for all rows, from a histogram of the normalised weights."""
     sums = torch.zeros(2, _BINS, dtype=torch.float64, device=weight.device)
     step = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
     for first in range(0, len(weight), step):
         own = scale if len(scale) == 1 else scale[first : first + step]
         values = format.normalised(weight[first : first + step], own)
-        weights = (format.grouped(importance.expand(len(values), -1)) * own.square()[..., None]).flatten(1)
+        weights = (format.grouped(importance.expand(len(values), -1)) * (own / unit).square()[..., None]).flatten(1)
         weights = weights[:, : values.shape[1]].flatten().double()
         values = values.flatten()
         bins = ((values.clamp(-1.5, 1.5) + 1.5) * ((_BINS - 1) / 3)).long()

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_efficient import methods
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.codebook import CodebookFormat
 from hf_efficient.methods import _gptq_codebook, kmeans, rtn
@@ -125,6 +126,21 @@ def test_chunks_do_not_change_the_result(monkeypatch):
     whole = kmeans.quantize(weight, format)
     monkeypatch.setattr(kmeans, "_ELEMENTS_AT_ONCE", 64 * 7)
     assert all(torch.equal(whole[name], tensor) for name, tensor in kmeans.quantize(weight, format).items())
+
+
+@pytest.mark.parametrize("power", [-110, 123])
+@pytest.mark.parametrize("format", [CodebookFormat("kmeans", 3, 32, True), CodebookFormat("nf4", 4, 32, True)], ids=str)
+def test_weights_whose_squares_overflow_or_vanish_get_the_same_codes(format, power):
+    weight = torch.randn(40, 96, generator=torch.Generator().manual_seed(0))
+    expected, found = (
+        methods.quantize(own, format, "kmeans" if format.codebook == "kmeans" else "rtn")
+        for own in (weight, weight * 2.0**power)
+    )
+    assert torch.equal(found["qweight"], expected["qweight"]) and torch.equal(
+        found["scale_codes"], expected["scale_codes"]
+    )
+    whole = [format.dequantize(tensors, 96, torch.float32) for tensors in (found, expected)]
+    assert torch.equal(whole[0], whole[1] * 2.0**power)
 
 
 def test_fixed_tables_are_refused():

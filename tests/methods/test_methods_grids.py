@@ -218,6 +218,12 @@ def test_weights_that_are_not_finite_are_refused(method, bad, group):
         method.quantize(weight, AffineFormat(4, group, False))
 
 
+def test_weights_that_overflow_in_the_format_are_refused():
+    weight = torch.full((4, 64), 65504.0, dtype=torch.float16)  # a third of it is rounded up
+    with pytest.raises(ValueError, match=r"method='rtn': weights of up to 6.55e\+04 overflow torch.float16 in Affine"):
+        quantize(weight, AffineFormat(2, 32, False), "rtn")
+
+
 @METHODS
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_groups_of_zeros_and_constant_rows(method, symmetric):
