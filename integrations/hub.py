@@ -79,7 +79,7 @@ def push(
 
         validate_repo_id(repo)
         name = repo.rpartition("/")[2]
-    card, base_model = _card(given, kind, name, None if local else repo, base_model, licence, report)
+    card, base_model = _card(given, kind, name, None if local else repo, base_model, licence, report, token)
     if base_model is None:
         if given.is_dir():
             _check_replaced(folder, folder / CARD)
@@ -205,7 +205,7 @@ def _named_by(folder: Path, index: str, weights: set[str]) -> set[str]:
     return named
 
 
-def _card(given: Path, kind, name: str, repo_id, base_model, licence, report) -> tuple[str, str | None]:
+def _card(given: Path, kind, name: str, repo_id, base_model, licence, report, token) -> tuple[str, str | None]:
     """(the card, the base model it names)"""
     record, content, variant = folder_record.read(given), None, None
     if kind.name == folder_kinds.OURS:
@@ -220,7 +220,7 @@ def _card(given: Path, kind, name: str, repo_id, base_model, licence, report) ->
     if licence is None:
         licence = _metadata(given / CARD, "license")
     if licence is None and base_model is not None:
-        licence = _licence(base_model, repo_id is not None)
+        licence = _licence(base_model, repo_id is not None, token)
     measured = evaluation_card.read(given, weights_sha256(given)) if given.is_dir() else None
     if kind.name == folder_kinds.OURS:
         config, compression = read_folder(given)
@@ -288,12 +288,12 @@ def _metadata(path: Path, field: str) -> str | None:
     return _field(path, field) if path.is_file() else None
 
 
-def _field(card: Path | str, field: str) -> str | None:
+def _field(card: Path | str, field: str, token: str | bool | None = None) -> str | None:
     import yaml
     from huggingface_hub import ModelCard
 
     try:
-        value = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict().get(field)
+        value = ModelCard.load(card, token=token, ignore_metadata_errors=True).data.to_dict().get(field)
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"the card of {card} cannot be read: {error}") from None
     if isinstance(value, list) and len(value) == 1:
@@ -301,14 +301,14 @@ def _field(card: Path | str, field: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _licence(base_model: str, network: bool) -> str | None:
+def _licence(base_model: str, network: bool, token: str | bool | None = None) -> str | None:
     """The licence that the base model's card names, None where it cannot be read."""
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
     if not model_card.is_hub_id(base_model):
         return _metadata(Path(base_model) / CARD, "license")
     try:
-        return _field(base_model, "license") if network else None
+        return _field(base_model, "license", token) if network else None
     except (EntryNotFoundError, HfHubHTTPError):
         return None
 

@@ -130,6 +130,16 @@ def test_a_model_pushes_itself_and_a_copy_does_too(made, tmp_path, monkeypatch):
         made[1].push_to_hub("mine", tags=["x"])
 
 
+def test_the_card_of_a_private_base_model_is_read_with_the_token_that_is_given(small, tmp_path, monkeypatch):
+    base = tmp_path / "repos" / "me" / "base"
+    base.mkdir(parents=True)
+    (base / "README.md").write_text("---\nlicense: mit\n---\n# base\n")
+    with serving(tmp_path / "repos", monkeypatch) as server:
+        hub.push(small, "me/small", base_model="me/base", token="hf_given")
+    assert ModelCard.load(tmp_path / "repos" / "me" / "small" / "README.md").data.license == "mit"
+    assert set(server.authorizations) == {"Bearer hf_given", None}, "uploads to storage carry none"
+
+
 def test_figures_of_other_weights_are_refused(small, tmp_path):
     measured(small)
     content = json.loads((small / "report.json").read_text())
