@@ -139,6 +139,11 @@ class CompressionConfig(QuantizationConfigMixin):
         """The fields that describe one weight."""
         return self._plain({field: getattr(self, field) for field in self.scheme_fields})
 
+    def get(self, name: str, default=None) -> Any:
+        """The attribute `name`, as of a dict, for which transformers takes that of a config given to
+        `from_pretrained(config=...)`, such as a loaded model's."""
+        return getattr(self, name, default)
+
     def get_loading_attributes(self) -> dict[str, Any]:
         """What `from_pretrained` may change about an already quantized checkpoint."""
         return {"dequantize": self.dequantize}

@@ -94,6 +94,13 @@ def test_dict_config_and_pipeline_arguments():
     assert model.hf_quantizer.is_trainable and model.hf_quantizer.is_compileable
 
 
+def test_the_config_of_a_loaded_model_loads_again(tmp_path):
+    model = load(folder("llama"), **INT4)
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path, options={"config": model.config})
+    assert torch.equal(logits(again), logits(model))
+
+
 def test_sharded_save(tmp_path):
     model = load(folder("qwen3"), torch.bfloat16, **INT4)
     before = logits(model)
