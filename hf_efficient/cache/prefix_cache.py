@@ -60,7 +60,7 @@ class PrefixCache:
             stands for the model inside.
         num_blocks: blocks of the pool, each over all layers. When it is full, the least recently used ones make room.
         memory: in place of `num_blocks`, the bytes that the pool may take: an int, or "512MB", "2GiB". The first
-            forward raises ValueError when not one block fits.
+            forward raises ValueError when not one block fits, or more than 16,777,216.
         block_size: tokens of a block, as in the caches; None for their default.
         kv_format: as in the caches. Under all but "auto" a cut prompt sees its beginning as it comes back from the
             pages, as the next chunk of a chunked prefill does. "int4" and "int2" store tokens once they are quantized,

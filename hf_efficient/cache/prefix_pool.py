@@ -7,7 +7,7 @@ from hf_efficient.cache.bookkeeping.recompute import Rates
 from hf_efficient.cache.bookkeeping.tensors import lazy_zeros, to_device
 from hf_efficient.cache.prefix_tiers import LowerTiers, PrefixOffload
 from hf_efficient.cache.stores.full_precision import PageStore
-from hf_efficient.cache.stores.memory_budget import bytes_per_block
+from hf_efficient.cache.stores.memory_budget import blocks_in, bytes_per_block
 
 
 LOWER = "host", "disk"  # tiers below the pool
@@ -113,7 +113,7 @@ class PrefixPool:
         if self._memory is not None:
             if self._memory < size:
                 raise ValueError(f"PrefixCache(memory={self._memory}): a block over all layers takes {size} bytes")
-            self.tree.sizes[0] = self._memory // size
+            self.tree.sizes[0] = blocks_in("memory", self._memory, self._memory, size)
         lower = [] if self._offload is None else self._offload.sizes(size)
         self.tree.sizes[1:] = lower
         self.tree.clear()

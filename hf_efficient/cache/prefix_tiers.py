@@ -15,6 +15,7 @@ from hf_efficient.byte_sizes import parse_bytes
 from hf_efficient.cache.bookkeeping.prefix_tree import Move, Node
 from hf_efficient.cache.bookkeeping.recompute import Rates
 from hf_efficient.cache.bookkeeping.tensors import lazy_zeros
+from hf_efficient.cache.stores.memory_budget import blocks_in
 
 
 class PrefixOffload:
@@ -54,7 +55,7 @@ class PrefixOffload:
             raise ValueError(f"disk={str(disk)!r}: must be a folder that exists")
 
     def sizes(self, block_bytes: int) -> list[int]:
-        """Blocks of each tier. Raises ValueError where one holds none."""
+        """Blocks of each tier. Raises ValueError where one holds none, or too many."""
         result = []
         for name in ("host_memory", "disk_memory"):
             if (given := getattr(self, name)) is not None:
@@ -62,7 +63,7 @@ class PrefixOffload:
                     raise ValueError(
                         f"PrefixOffload({name}={given}): a block over all layers takes {block_bytes} bytes"
                     )
-                result.append(given // block_bytes)
+                result.append(blocks_in(name, given, given, block_bytes))
         return result
 
 

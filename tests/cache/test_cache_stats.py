@@ -108,6 +108,9 @@ def test_budgets_that_cannot_be(llama):
     with pytest.raises(ValueError, match=f"holds not one block: 8 tokens in 2 layers take {BLOCK_BYTES} bytes"):
         step(llama, cache, torch.ones(1, 3, dtype=torch.long))
     assert cache.cache_seqlens == []
+    for size in (dict(num_blocks=10**12), dict(memory=10**20)):
+        with pytest.raises(ValueError, match=rf"{next(iter(size))}=10* ?.*: must be at most"):
+            step(llama, PagedCache(llama.config, **size), torch.ones(1, 3, dtype=torch.long))
 
 
 def test_layers_larger_than_the_first_are_refused(llama):

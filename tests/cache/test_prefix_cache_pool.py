@@ -12,7 +12,7 @@ from helpers import left_padded_batch, tiny_config, tiny_model
 from prefix_models import SIZE, forward, generate, new_prefix, prompts, skipped
 from torch import nn
 
-from hf_efficient import Offload, PagedCache, PrefixCache
+from hf_efficient import Offload, PagedCache, PrefixCache, PrefixOffload
 
 
 @pytest.mark.parametrize("num_blocks", [1, 3, 9])
@@ -187,6 +187,7 @@ def test_bad_arguments(llama):
         (dict(num_blocks=0), "num_blocks=0: must be a positive integer"),
         (dict(num_blocks=2.0), "num_blocks=2.0: must be"),
         (dict(num_blocks=True), "num_blocks=True: must be"),
+        (dict(num_blocks=10**20), f"num_blocks={10**20}: must be at most 16777216"),
         (dict(num_blocks=None), "num_blocks=None and memory=None: give one of them"),
         (dict(memory="1GB"), "num_blocks=4 and memory='1GB': give one of them"),
         (dict(num_blocks=None, memory="much"), "memory='much': must be a positive number of bytes"),
@@ -195,6 +196,13 @@ def test_bad_arguments(llama):
     ):
         with pytest.raises(ValueError, match=message):
             PrefixCache(**{"model": llama, "num_blocks": 4, **arguments})
+    for pool, argument in (
+        (dict(memory=10**20), "memory=1"),
+        (dict(num_blocks=4, offload=PrefixOffload(10**20)), "host_memory=1"),
+    ):
+        prefix = PrefixCache(llama, **pool)
+        with pytest.raises(ValueError, match=rf"{argument}0* holds .* blocks of .* must be at most"):
+            generate(llama, left_padded_batch((33,)), prefix)
     with pytest.raises(ValueError, match="prefix_cache=True: must be an hf_efficient.PrefixCache"):
         PagedCache(llama.config, prefix_cache=True)
     with pytest.raises(ValueError, match="block_size=16 with a prefix_cache of block_size=8"):

@@ -7,12 +7,29 @@ from hf_efficient.cache.bookkeeping.cache_state import CacheState
 from hf_efficient.cache.stores.full_precision import PageStore
 
 
+MOST_BLOCKS = 1 << 24  # of a pool: the bookkeeping of a free one takes some 50 bytes of host memory
+
+
 def check_pool_size(num_blocks: int | None, memory: int | str | None) -> None:
-    """Raises ValueError when both are given, or when `num_blocks` is no positive integer."""
+    """Raises ValueError when both are given, or when `num_blocks` is no integer from 1 to `MOST_BLOCKS`."""
     if num_blocks is not None and memory is not None:
         raise ValueError(f"num_blocks={num_blocks} and memory={memory!r}: give one of them")
     if num_blocks is not None and (isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1):
         raise ValueError(f"num_blocks={num_blocks!r}: must be a positive integer")
+    if num_blocks is not None and num_blocks > MOST_BLOCKS:
+        raise ValueError(f"num_blocks={num_blocks}: must be at most {MOST_BLOCKS}")
+
+
+def blocks_in(name: str, size: int | str, nbytes: int, block_bytes: int) -> int:
+    """How many blocks of `block_bytes` fit into `nbytes`, which the argument `name` gave as `size`. Raises ValueError
+    for more than `MOST_BLOCKS`."""
+    number = nbytes // block_bytes
+    if number > MOST_BLOCKS:
+        raise ValueError(
+            f"{name}={size!r} holds {number} blocks of {block_bytes} bytes: must be at most "
+            f"{MOST_BLOCKS * block_bytes} bytes, {MOST_BLOCKS} blocks"
+        )
+    return number
 
 
 def bytes_per_block(store: PageStore) -> int:
@@ -38,14 +55,14 @@ class MemoryBudget:
 
         make_store: (capacity, key, value) -> `PageStore`. key, value: the first ones [B, H, S, D].
 
-        Raises ValueError, with nothing changed, when the budget does not hold one block.
+        Raises ValueError, with nothing changed, when the budget does not hold one block, or holds too many.
         """
         if self.block_bytes is not None:
             return
         block_size = self.states[0].pool.block_size
         like = (new[:, :, :1].to("meta", value.dtype) for new in (key, value))
         block_bytes = bytes_per_block(make_store(1, *like))
-        number = self.bytes // (block_bytes * len(self.states))
+        number = blocks_in("memory", self.size, self.bytes, block_bytes * len(self.states))
         if number == 0:
             raise ValueError(
                 f"PagedCache(memory={self.size!r}) holds not one block: {block_size} tokens in {len(self.states)} "
