@@ -49,7 +49,8 @@ class DrafterState:
 
     statistics: sequences in the batch -> acceptance statistics.
     eager_statistics: the same of calls whose forwards cannot be captured: drafts cost another share of them.
-    few_bit_layers: of `SelfSpeculation`: the (device, dtype) they were made for, and the layers by name.
+    few_bit_layers: of `SelfSpeculation`: the device, dtype and versions of the weights that they were made of, and the
+        layers by name.
     """
 
     statistics: dict[int, AcceptanceStatistics] = field(default_factory=dict)

@@ -145,6 +145,29 @@ def test_early_exit_of_transformers_takes_batches(attention):
 
 
 @torch.no_grad()
+def test_few_bit_copies_follow_the_weights():
+    """Another copy for loaded weights, weights changed in place, and merged adapters; else the one of before."""
+    model, drafter = enable_speculation(tiny_model("llama")), SelfSpeculation(bits=4)
+    ids = left_padded_batch((9,))["input_ids"]
+
+    def drafted() -> torch.Tensor:
+        drafter.check(model)
+        layers = low_precision_modules(model, drafter.config)
+        assert torch.equal(drafter.model(ids).logits, with_modules(model, layers)(ids).logits)
+        return drafter.model.model.layers[0].mlp.up_proj
+
+    first = drafted()
+    assert drafted() is first
+    model.load_state_dict(tiny_model("llama", seed=7).state_dict())
+    assert (loaded := drafted()) is not first
+    model.model.layers[1].mlp.up_proj.weight.mul_(2)
+    assert (scaled := drafted()) is not loaded and drafted() is scaled
+    model.model.layers[0].mlp.up_proj.weight.data.mul_(2)  # as PEFT merges
+    model.model.layers[0].mlp.merged_adapters = ["default"]
+    assert drafted() is not scaled
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral", "gpt_oss"])
 def test_few_bit_copies_are_those_of_from_pretrained(architecture, tmp_path):
     model = tiny_model(architecture)

@@ -2,6 +2,7 @@
 
 import torch
 
+from hf_efficient.cache.bookkeeping.model_key import version_of
 from hf_efficient.configs import WeightOnlyConfig
 from hf_efficient.generation import model_state
 from hf_efficient.generation.drafters.assistant import AssistantDrafter
@@ -20,7 +21,7 @@ class SelfSpeculation(AssistantDrafter):
     `bits`, or both.
 
     Skipped layers take no memory but a cache of the others. Few-bit copies of the linear layers take `bits` + 0.75 bits
-    a weight in 16-bit models; the first call with a model makes them.
+    a weight in 16-bit models; the first call with a model makes them, and the first after a change of its weights.
 
     >>> model.generate(**inputs, assistant_model=SelfSpeculation(bits=4))
 
@@ -83,9 +84,15 @@ class SelfSpeculation(AssistantDrafter):
         return self._target_pool, False
 
     def _few_bit_layers(self, model) -> dict[str, torch.nn.Module]:
-        """The layers of `model` in few bits, by name: made once for its device and dtype."""
-        state, key = model_state.state_of(model).drafter(self), (model.device, model.dtype)
+        """The layers of `model` in few bits, by name: made anew where its weights have changed, merged adapters among
+        them. Changes through `Tensor.data` are not noticed."""
+        state, layers = model_state.state_of(model).drafter(self), skippable_layers(model)[1]
+        merged = [
+            list(getattr(module, "merged_adapters", ())) for module in layers.modules()
+        ]  # by PEFT, through `data`
+        key = model.device, model.dtype, merged, [version_of(weight) for weight in layers.parameters()]
         if state.few_bit_layers is None or state.few_bit_layers[0] != key:
+            state.few_bit_layers = None  # before others take memory
             state.few_bit_layers = key, low_precision_modules(model, self.config)
         return state.few_bit_layers[1]
 
