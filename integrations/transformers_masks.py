@@ -1,5 +1,6 @@
 """The masks of `attn_implementation="flash_paged"`: 2-D, for the patterns that a flash kernel computes by itself."""
 
+import functools
 import inspect
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ _PLAIN_MASKS = {  # the mask patterns that a flash kernel expresses, by where tr
     "sliding_window_bidirectional_overlay.<locals>.inner_mask",
     _PACKED,
 }
+_INSIDE: list[int] = []  # the threads in `one_sequence_a_row`, one as often as it entered
+_LOCK = threading.Lock()
 _WRAPPED_MASKS = {"and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.inner_mask"}
 
 
@@ -62,13 +65,22 @@ def one_sequence_a_row() -> Iterator[None]:
     `scaled_dot_product_attention` does not run its flash kernel."""
     from transformers import masking_utils
 
-    own, thread = masking_utils.find_packed_sequence_indices, threading.get_ident()
-    inside = lambda positions: None if threading.get_ident() == thread else own(positions)  # noqa: E731
-    masking_utils.find_packed_sequence_indices = inside
+    with _LOCK:
+        if not _INSIDE:
+            own = masking_utils.find_packed_sequence_indices
+            masking_utils.find_packed_sequence_indices = functools.partial(_unless_inside, own)
+        _INSIDE.append(threading.get_ident())
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = own
+        with _LOCK:  # others may still be inside
+            _INSIDE.remove(threading.get_ident())
+            if not _INSIDE:
+                masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices.args[0]
+
+
+def _unless_inside(own, positions: torch.Tensor) -> torch.Tensor | None:
+    return None if threading.get_ident() in _INSIDE else own(positions)
 
 
 def columns_of(mask: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
