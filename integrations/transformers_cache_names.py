@@ -1,5 +1,5 @@
-"""Caches of this package by name: `generate(cache_implementation="paged_int8")`, in a call, a pipeline, or a generation
-config that is saved with a model.
+"""Caches of this package in `generate()`: by name, `cache_implementation="paged_int8"` in a call, a pipeline, or a
+generation config that is saved with a model; and a check of those that a caller passes, for every model.
 
 transformers has a list of the names, and one method that makes the cache. `cache_implementation="paged"` in a call is
 its own: it runs `generate_batch`. In a generation config it is a `PagedCache` in the model's dtype.
@@ -27,8 +27,13 @@ def register() -> None:
 def _by_name(original):
     @functools.wraps(original)
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        cache = model_kwargs.get(cache_name())
+        pages = getattr(cache, "self_attention_cache", cache)
+        if hasattr(pages, "check_continuation"):
+            is_decoders = self.config.is_encoder_decoder
+            pages.check_continuation(model_kwargs.get("decoder_attention_mask" if is_decoders else "attention_mask"))
         kv_format = KV_FORMATS.get(generation_config.cache_implementation)
-        if kv_format is None or generation_config.use_cache is False or model_kwargs.get(cache_name()) is not None:
+        if kv_format is None or generation_config.use_cache is False or cache is not None:
             return original(self, generation_config, model_kwargs, *args, **kwargs)
         from hf_efficient.cache.encoder_decoder_cache import EncoderDecoderPagedCache
         from hf_efficient.cache.paged_cache import PagedCache

@@ -91,7 +91,6 @@ class SpeculativeGenerationMixin:
             return self._assisted_decoding(*args, inputs_tensor=inputs_tensor, assistant_model=draft, **kwargs)
         request = GenerationRequest.of(self, *args, replaces_sample=True, **kwargs)
         if not served.serves(request):
-            served.check_continuation(request)
             return super()._sample(*args, **kwargs)
         return decode.run(request, model_state.latest(self))
 

@@ -174,11 +174,29 @@ class PagedCache(DecodeStepMixin, MovesMixin, Cache):
         """The `RecurrentLayer`s, which hold the states of layers that have one."""
         return recurrent_of(self.layers)
 
+    def check_continuation(self, attention_mask: torch.Tensor | None) -> None:
+        """Raises ValueError where `generate()` cannot go on from this cache: it gives all sequences their next tokens
+        in the same column, and they end in different ones, as speculation leaves them where some ended early.
+
+        attention_mask: [B, columns] as `generate()` takes it; None for no padding.
+        """
+        lengths, columns = self.cache_seqlens, self.state.columns
+        padding = [0] * len(lengths)
+        if self.reads_pages and attention_mask is not None:
+            padding = (attention_mask[:, :columns] == 0).sum(1).tolist()
+        if any(length + pads != columns for length, pads in zip(lengths, padding)):
+            raise ValueError(
+                f"past_key_values holds rows of {lengths} tokens: a batch is continued only when all its rows end at "
+                "the same column. Rewind them with cache.rewind, or continue row by row"
+            )
+
     def rewind(self, lengths: list[int]) -> None:
         """Shortens sequence b to `lengths[b]` tokens (at most what it has) and frees the blocks beyond.
 
         Afterwards `get_seq_length()` is the longest sequence. When lengths differ, the next forward needs
-        `position_ids`, and a 2-D mask, if one is given, has the shorter sequences at the right (padding on the left).
+        `position_ids`. Under "flash_paged" a 2-D mask, if one is given, has the shorter sequences at the right (padding
+        on the left). Under other attention implementations every sequence stands at the left: the forward needs a 4-D
+        mask, and raises ValueError without one.
         """
         self.state.check_idle()
         lengths = [int(length) for length in lengths]

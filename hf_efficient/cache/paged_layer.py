@@ -174,8 +174,14 @@ class PagedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self.state.decode_plan is not None:  # a constant that no mask has, so that nothing is compiled again
             return self.tables.block_table.shape[1] * self.state.pool.block_size + query_length, 0
-        columns, window = self.get_seq_length(), self.state.window
-        if window is None or self.state.reads_pages or self.state.is_ragged:
+        state = self.state
+        if state.is_ragged and state.column_mask is None and not state.reads_pages:
+            raise ValueError(
+                f"PagedCache holds sequences of {state.lengths} tokens: under attn_implementation={state.attention!r} "
+                "a forward over them needs a 4-D attention_mask, as the model's own one is for sequences of one length"
+            )
+        columns, window = self.get_seq_length(), state.window
+        if window is None or state.reads_pages:
             return columns + query_length, 0
         return min(columns, window - 1) + query_length, max(columns - window + 1, 0)
 

@@ -217,7 +217,7 @@ def check_decoder_inputs(request: GenerationRequest) -> None:
 def callers_cache(request: GenerationRequest) -> Cache | None:
     """The caller's cache of pages; None where there is no cache, or the empty one that `generate()` made.
 
-    Raises ValueError for a cache of another kind, and for one whose sequences end at different positions.
+    Raises ValueError for a cache of another kind.
     """
     cache, kind = request.cache, kind_of_cache(request.model)
     if has_states_alone(request.model):
@@ -225,7 +225,6 @@ def callers_cache(request: GenerationRequest) -> Cache | None:
             raise ValueError(f"{name}: speculation begins with the prompt; leave it out")
         return None
     if isinstance(cache, kind):
-        check_continuation(request)
         return cache
     if cache is not None and (is_users_cache(cache) or cache.get_seq_length() > 0):
         article = "an" if reads_encoder(request.model) else "a"
@@ -234,20 +233,3 @@ def callers_cache(request: GenerationRequest) -> Cache | None:
             f"past_key_values out, or pass past_key_values={kind.__name__}(model.config), filled or not"
         )
     return None
-
-
-def check_continuation(request: GenerationRequest) -> None:
-    """Raises ValueError for a caller's cache of pages whose sequences end at different columns, as speculation leaves
-    them where some ended early."""
-    if not isinstance(request.cache, kind_of_cache(request.model)):
-        return
-    cache, attention_mask = getattr(request.cache, "self_attention_cache", request.cache), request.attention_mask
-    lengths, columns = list(cache.cache_seqlens), cache.get_seq_length()
-    padding = [0] * len(lengths)
-    if cache.reads_pages and attention_mask is not None:
-        padding = (attention_mask[:, :columns] == 0).sum(1).tolist()
-    if any(length + pads != columns for length, pads in zip(lengths, padding)):
-        raise ValueError(
-            f"past_key_values holds rows of {lengths} tokens: a batch is continued only when all its rows end at the "
-            "same column. Rewind them with cache.rewind, or continue row by row"
-        )

@@ -138,6 +138,9 @@ def test_rows_of_unequal_length_under_sdpa():
     step(model, cache, ids[:, :119])
     step(model, cache, ids[:, 119:])
     cache.rewind([120, 115])
+    for mask in (None, torch.ones(2, 121, dtype=torch.long)):
+        with pytest.raises(ValueError, match=r"sequences of \[120, 115\] tokens.*needs a 4-D attention_mask"):
+            step(model, cache, torch.tensor([[5], [6]]), position_ids=positions(cache, 1), attention_mask=mask)
     for _ in range(3):
         queries = positions(cache, 1)
         columns = torch.arange(int(queries.max()) + 1)
@@ -159,8 +162,9 @@ def test_unequal_drops_stay_with_the_paged_attention():
     cache.rewind([120, 90])
     step(model, cache, ids[:, :1], position_ids=positions(cache, 1))
     model.set_attn_implementation("sdpa")
+    mask = torch.ones(2, 1, 1, 122, dtype=torch.bool)
     with pytest.raises(RuntimeError, match="dropped unequal numbers of tokens"):
-        step(model, cache, ids[:, :1], position_ids=positions(cache, 1))
+        step(model, cache, ids[:, :1], position_ids=positions(cache, 1), attention_mask=mask)
 
 
 def test_a_layer_that_sees_further_than_the_config_says():

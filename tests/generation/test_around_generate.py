@@ -1,5 +1,6 @@
 """What surrounds a call of `generate()`: autocast, other threads, a cache of an earlier call, drafters set by hand."""
 
+from concurrent.futures import ThreadPoolExecutor
 from threading import Thread, current_thread, main_thread
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 from draft_models import fixed
 from helpers import left_padded_batch, tiny_model
 from native_loop import CAPTURES, transformers_loop
+from transformers import masking_utils
 
 from hf_efficient import BestOf, DraftHeads, MedusaHeads, PagedCache, PromptLookup, TokenRecycling, enable_speculation
 from hf_efficient.generation.drafters.eagle import EagleHead
+from hf_efficient.integrations.transformers_masks import one_sequence_a_row
 
 
 OPTIONS = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -53,6 +56,24 @@ def test_a_forward_of_another_thread_while_heads_read_hidden_states(kind):
     assert len(others) > 2
 
 
+def test_rows_of_one_sequence_in_threads_that_overlap():
+    """One leaves while the other is still inside, and afterwards transformers' own function is back."""
+    own, packed = masking_utils.find_packed_sequence_indices, torch.tensor([[0, 1, 0, 1]])
+    mine, others = one_sequence_a_row(), one_sequence_a_row()
+
+    def found():
+        return masking_utils.find_packed_sequence_indices(packed)
+
+    with ThreadPoolExecutor(1) as thread:
+        mine.__enter__()
+        thread.submit(others.__enter__).result()
+        assert found() is None
+        mine.__exit__(None, None, None)
+        assert found() is not None and thread.submit(found).result() is None
+        thread.submit(others.__exit__, None, None, None).result()
+    assert masking_utils.find_packed_sequence_indices is own
+
+
 @pytest.mark.parametrize("kind", ["EAGLE", "Medusa", "recycling", "lookup", "best of"])
 def test_max_tokens_set_by_hand(kind, tmp_path):
     """Fewer than heads were made for is what they guess; another value is refused, and files do not depend on it."""
@@ -75,9 +96,31 @@ def test_max_tokens_set_by_hand(kind, tmp_path):
         assert DraftHeads.from_pretrained(tmp_path).max_tokens == before
 
 
+@pytest.mark.parametrize("kind", [EagleHead, MedusaHeads])
+def test_measured_numbers_set_by_hand(kind, tmp_path):
+    """Of the wrong length, range or type they are refused, in a call and in a file; others change drafts alone."""
+    model, batch = enable_speculation(tiny_model("llama")), left_padded_batch((5, 7))
+    heads = kind.for_model(model, 64)
+    depth, expected = heads.max_tokens, model.generate(**batch, **OPTIONS)
+    numbers = ([1.0], [1.0] * (depth + 1), [0.0] * depth, [float("nan")] * depth, [True] * depth, 2.0, None)
+    shares = ([[0.5]], [[]] * depth, [[1.5]] * depth, [[0.01] * 65] * depth, [0.5] * depth, None)
+    for name, values in (("temperatures", numbers), ("accuracies", shares)):
+        own = getattr(heads, name)
+        for value in values:
+            setattr(heads, name, value)
+            with pytest.raises(ValueError, match=f"{kind.__name__}: {name}=.* must be {depth} "):
+                model.generate(**batch, **OPTIONS, assistant_model=fixed(heads))
+            with pytest.raises(ValueError, match=f"{kind.__name__}: {name}=.* must be {depth} "):
+                heads.save_pretrained(tmp_path)
+        setattr(heads, name, own)
+    heads.temperatures, heads.accuracies = [2] * depth, [[0.5] * 64] * depth
+    assert torch.equal(model.generate(**batch, **OPTIONS, assistant_model=fixed(heads)), expected)
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "flash_paged"])
 def test_a_cache_whose_sequences_ended_apart_is_not_continued(attention):
-    """Neither with drafts nor without: transformers' loop takes the next tokens for the same column of all."""
+    """With drafts or without, with beams, and by a model as transformers made it: `generate()` takes the next tokens
+    for the same column of all."""
     model, batch = enable_speculation(tiny_model("llama")), left_padded_batch((5, 7))
     model.set_attn_implementation(attention)
     end, cache = model.generate(**batch, **OPTIONS)[0, 9].item(), PagedCache(model.config)
@@ -90,3 +133,10 @@ def test_a_cache_whose_sequences_ended_apart_is_not_continued(attention):
     for extra in ({}, {"prompt_lookup_num_tokens": 3}):
         with pytest.raises(ValueError, match="past_key_values holds rows of .* end at the same column"):
             model.generate(text, attention_mask=mask, **OPTIONS, past_key_values=cache, **extra)
+    stock = tiny_model("llama", attn_implementation=attention)
+    stock.load_state_dict(model.state_dict())
+    cache.state.config = stock.config
+    for beams in (1, 2):
+        cache.batch_repeat_interleave(beams)
+        with pytest.raises(ValueError, match="past_key_values holds rows of .* end at the same column"):
+            stock.generate(text, attention_mask=mask, **OPTIONS, past_key_values=cache, num_beams=beams)

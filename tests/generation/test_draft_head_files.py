@@ -84,6 +84,7 @@ def rewrite(folder, **changes):
         ({"shape": {"draft_tokens": 128, "max_tokens": 10**9}}, "temperatures=.* must be 1000000000 positive numbers"),
         ({"temperatures": [1, 1, 1, 0]}, "must be 4 positive numbers"),
         ({"accuracies": [[2.0]] * 4}, "numbers from 0 to 1"),
+        ({"accuracies": [[0.01] * 129] * 4}, "1 to 128 numbers from 0 to 1"),
         ({"accuracies": None}, "'accuracies' is missing"),
     ],
 )

@@ -1,6 +1,7 @@
 """Draft heads: small modules that read the target's hidden states and share its embeddings, saved as an adapter."""
 
 import importlib
+import math
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,8 +36,10 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
     Attributes:
         nodes: tokens guessed at most a step and sequence, 1 to 63; may be set any time.
         max_tokens: may be lowered any time.
-        temperatures: one a depth: softmax(logits / temperature) is the measured probability that a guess is right.
-        accuracies: one list a depth: how often the r-th most probable guess was right, on text not trained on.
+        temperatures: one number > 0 a depth: softmax(logits / temperature) is the measured probability that a guess is
+            right.
+        accuracies: one list a depth, of 1 to `draft_tokens` numbers: how often the r-th most probable guess was right,
+            on text not trained on.
     """
 
     kind: str
@@ -45,7 +48,7 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
     def __init__(self, target: dict, draft_tokens: int, max_tokens: int, **shape: int):
         super().__init__()
         self.target, self.max_tokens, self.shape = dict(target), max_tokens, shape
-        self.nodes = 32
+        self.nodes, self.depth = 32, max_tokens
         self.temperatures = [1.0] * max_tokens
         self.accuracies = [[1.0 / draft_tokens]] * max_tokens
         self.register_buffer("draft_tokens", torch.arange(draft_tokens))
@@ -78,14 +81,18 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
         [length, hidden_size * (1 + layers)] of texts."""
 
     def check(self, model) -> None:
-        if type(self.nodes) is not int or not 1 <= self.nodes <= MAX_NODES:
-            raise ValueError(f"nodes={self.nodes!r} of the draft heads: must be an integer from 1 to {MAX_NODES}")
         self._check_target(model)
         self.to(model.dtype)
         self.bind(model)
 
+    def _check_measured(self) -> None:
+        _check_measured(self.temperatures, self.accuracies, self.depth, len(self.draft_tokens), type(self).__name__)
+
     def _check_target(self, model) -> None:
-        self.check_max_tokens(len(self.temperatures))
+        if type(self.nodes) is not int or not 1 <= self.nodes <= MAX_NODES:
+            raise ValueError(f"nodes={self.nodes!r} of the draft heads: must be an integer from 1 to {MAX_NODES}")
+        self.check_max_tokens(self.depth)
+        self._check_measured()
         ours = self.describe(model)
         for field, value in ours.items():
             if field != "name" and value != self.target.get(field, value):  # published heads do not say all of them
@@ -128,13 +135,15 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
         )
 
     def save_pretrained(self, save_directory, **_) -> None:
-        """Writes the two files atomically. Raises ValueError for published heads: they are files already."""
+        """Writes the two files atomically. Raises ValueError for temperatures and accuracies that `from_pretrained`
+        would refuse, and for published heads: they are files already."""
         if self.kind not in KINDS:
             raise ValueError(f"{self.kind} heads are saved in no layout of ours: copy the files they were read from")
+        self._check_measured()
         config = {
             "kind": self.kind,
             "target": self.target,
-            "shape": {"draft_tokens": len(self.draft_tokens), "max_tokens": len(self.temperatures), **self.shape},
+            "shape": {"draft_tokens": len(self.draft_tokens), "max_tokens": self.depth, **self.shape},
             "temperatures": self.temperatures,
             "accuracies": self.accuracies,
         }
@@ -209,15 +218,33 @@ def _read_config(path) -> dict:
     for field in ("hidden_size", "vocab_size", "num_hidden_layers"):
         if type(target.get(field)) is not int or target[field] < 1:
             raise ValueError(f"{path}: target {field}={target.get(field)!r} must be an integer of at least 1")
-    depth, numbers = shape["max_tokens"], (int, float)
-    temperatures, accuracies = config["temperatures"], config["accuracies"]
-    if len(temperatures) != depth or not all(isinstance(t, numbers) and t > 0 for t in temperatures):
-        raise ValueError(f"{path}: temperatures={temperatures} must be {depth} positive numbers, one a depth")
-    if len(accuracies) != depth or not all(
-        isinstance(row, list) and row and all(isinstance(a, numbers) and 0 <= a <= 1 for a in row) for row in accuracies
-    ):
-        raise ValueError(f"{path}: accuracies must be {depth} lists of numbers from 0 to 1, one a depth")
+    sizes = shape["max_tokens"], shape["draft_tokens"]
+    _check_measured(config["temperatures"], config["accuracies"], *sizes, path)
     return config
+
+
+def _check_measured(temperatures, accuracies, depth: int, ranks: int, place) -> None:
+    """Raises ValueError unless `DraftHeads.temperatures` and `accuracies`, found in `place`, are those of `depth`
+    depths and of at most `ranks` guesses each."""
+    if not (_are_numbers(temperatures) and len(temperatures) == depth and all(t > 0 for t in temperatures)):
+        raise ValueError(f"{place}: temperatures={temperatures} must be {depth} positive numbers, one a depth")
+    if (
+        not isinstance(accuracies, (list, tuple))
+        or len(accuracies) != depth
+        or not all(
+            _are_numbers(row) and 1 <= len(row) <= ranks and all(0 <= share <= 1 for share in row) for row in accuracies
+        )
+    ):
+        raise ValueError(
+            f"{place}: accuracies={accuracies} must be {depth} lists, one a depth, of 1 to {ranks} numbers from 0 to 1"
+        )
+
+
+def _are_numbers(row) -> bool:
+    """Whether it is a list of finite numbers."""
+    return isinstance(row, (list, tuple)) and all(
+        isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) < math.inf for x in row
+    )
 
 
 def _read_weights(path, expected: dict[str, torch.Tensor], vocab_size: int) -> dict[str, torch.Tensor]:
