@@ -29,8 +29,9 @@ _SERVED = {*OF_SAMPLING, STOPS, "max_new_tokens", "eos_token_id", "pad_token_id"
 _SERVED |= {"use_cache", "cache_implementation", "transformers_version"}
 _OPENAI = {"repetition_penalty": "frequency_penalty", "sequence_bias": "logit_bias"}  # names that set it
 _OF_BODY = "_hf_efficient_of_body"  # attribute of a generation config: what it does not hold of its request, by name
-_NEUTRAL = {"n": 1, "best_of": 1, "presence_penalty": 0, "logprobs": False, "top_logprobs": 0, "echo": False}
-_NEUTRAL |= {"response_format": {"type": "text"}}
+_ALLOWED = {"n": [1], "best_of": [1], "presence_penalty": [0], "logprobs": [False], "top_logprobs": [0]}
+_ALLOWED |= {"echo": [False], "response_format": [{"type": "text"}], "tool_choice": ["auto", "none"]}
+_ALLOWED |= {"text": [{"format": {"type": "text"}}, {}], "previous_response_id": [], "background": [False]}
 _RECEIVE: ContextVar = ContextVar("receive", default=None)  # of the request that is being answered
 _ANSWERED: ContextVar = ContextVar("answered", default=False)  # whether the model has
 
@@ -65,7 +66,7 @@ def _noting_the_body(original):
             config = original(self, body, *args, **kwargs)
         except TypeError as error:
             raise ValueError(f"an option has a value of a wrong type: {error}") from error
-        given = {name: body.get(name) for name in ("temperature", "top_p", *_NEUTRAL)}
+        given = {name: body.get(name) for name in ("temperature", "top_p", *_ALLOWED)}
         setattr(config, _OF_BODY, {name: value for name, value in given.items() if value is not None})
         return config
 
@@ -143,9 +144,10 @@ def _asked(model, config, processor) -> dict:
     Raises ValueError for what it asks for in vain.
     """
     of_body = getattr(config, _OF_BODY)
-    for name, nothing in _NEUTRAL.items():
-        if of_body.get(name, nothing) != nothing:
-            raise ValueError(f"{name}={of_body[name]!r} is not supported in continuous batching: allowed is {nothing}")
+    for name, allowed in _ALLOWED.items():
+        if name in of_body and of_body[name] not in allowed:
+            shown = " or ".join(map(str, allowed)) or "none"
+            raise ValueError(f"{name}={of_body[name]!r} is not supported in continuous batching: allowed is {shown}")
     neutral = GenerationConfig._get_default_generation_params()
     for name, value in vars(config).items():
         is_given = value and value != neutral.get(name) and value != getattr(model.generation_config, name, None)
@@ -285,6 +287,7 @@ def _with_checked_messages(original):
 
     @functools.wraps(original)
     async def handle_request(self, body, request_id):
+        body = {name: value for name, value in body.items() if value is not None or name != "chat_template_kwargs"}
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise ValueError(f"messages={messages!r}: must be a list of at least one message")

@@ -182,6 +182,7 @@ def test_a_prompt_holds_no_stop_string(asked, answers):
         (dict(n=2), "n=2 is not supported in continuous batching: allowed is 1"),
         (dict(presence_penalty=1.0), "presence_penalty=1.0 is not supported"),
         (dict(logprobs=True, top_logprobs=2), "logprobs=True is not supported"),
+        (dict(tool_choice="required"), "tool_choice='required' is not supported"),
         (dict(temperature=0.0, top_p=2.0), "top_p=2.0: must be"),
         (dict(temperature=-1.0), "temperature=-1.0: must be a number greater than 0"),
         (dict(temperature=1.0, top_p=2.0), "top_p=2.0: must be"),
@@ -197,6 +198,27 @@ def test_what_is_asked_for_in_vain_is_refused_by_name(asked, answers, options, m
     assert message in str(refused.value.body)
     assert asked.text(PROMPTS[0], frequency_penalty=0.0, logit_bias={})[0] == answers[PROMPTS[0]]
     assert asked.blocks() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id='resp_1' is not supported"),
+        ({"text": {"format": {"type": "json_object"}}}, "text={'format': {'type': 'json_object'}} is not supported"),
+        ({"background": True}, "background=True is not supported"),
+    ],
+)
+def test_responses_refuse_what_would_be_ignored(asked, answers, options, message):
+    import openai
+
+    body = dict(model=asked.model, input=PROMPTS[0], max_output_tokens=NEW_TOKENS, temperature=0.0, stream=False)
+    with pytest.raises(openai.BadRequestError) as refused:
+        asked.client.responses.create(**body, **options)
+    assert message in str(refused.value.body)
+    plain = {"text": {"format": {"type": "text"}}, "previous_response_id": None, "tool_choice": "auto"}
+    assert asked.client.responses.create(**body, **plain).output_text == answers[PROMPTS[0]]
+    no_arguments = {"extra_body": {"chat_template_kwargs": None}, "tool_choice": "none"}
+    assert asked.text(PROMPTS[0], **no_arguments)[0] == answers[PROMPTS[0]]
 
 
 def test_what_fails_after_the_answer_is_no_fault_of_the_body():
