@@ -51,6 +51,8 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
         return self.part_to_save if is_given else _without_adapters(model), {}
 
     def validate_environment(self, *args, **kwargs):
+        if not self.pre_quantized:
+            self.quantization_config.check_attributes()
         if self.quantization_config.dequantize and not self.pre_quantized:
             raise ValueError(
                 "dequantize=True is for a checkpoint that is already quantized: this one is not; drop the argument, or "

@@ -139,6 +139,10 @@ class CompressionConfig(QuantizationConfigMixin):
         """The fields that describe one weight."""
         return self._plain({field: getattr(self, field) for field in self.scheme_fields})
 
+    def check_attributes(self) -> None:
+        """Raises ValueError where an attribute was set to a value that the argument of its name does not take."""
+        type(self)(**{field: getattr(self, field) for field in self._fields()})
+
     def get(self, name: str, default=None) -> Any:
         """The attribute `name`, as of a dict, for which transformers takes that of a config given to
         `from_pretrained(config=...)`, such as a loaded model's."""

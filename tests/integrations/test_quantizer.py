@@ -94,6 +94,14 @@ def test_dict_config_and_pipeline_arguments():
     assert model.hf_quantizer.is_trainable and model.hf_quantizer.is_compileable
 
 
+@pytest.mark.parametrize("field, value", [("bits", 5), ("symmetric", "yes"), ("version", 9), ("calibration", 7)])
+def test_attributes_are_checked_as_arguments_are(field, value):
+    config = WeightOnlyConfig(**INT4)
+    config.update(**{field: value})
+    with pytest.raises(ValueError, match=f"{field}={value!r}"):
+        AutoModelForCausalLM.from_pretrained(folder("llama"), quantization_config=config)
+
+
 def test_the_config_of_a_loaded_model_loads_again(tmp_path):
     model = load(folder("llama"), **INT4)
     model.save_pretrained(tmp_path)
