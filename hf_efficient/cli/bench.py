@@ -6,11 +6,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from hf_efficient.cli.config_option import HELP, config_name, parse_config
-from hf_efficient.cli.memory_plan import check_generation
-from hf_efficient.cli.models import check_model, check_uncompressed, load_causal_lm
-from hf_efficient.cli.options import add_dtype_argument, check_at_least
-from hf_efficient.cli.path_checks import check_report
+from hf_efficient.cli.bench_options import add_arguments, check
+from hf_efficient.cli.config_option import config_name
+from hf_efficient.cli.models import load_causal_lm
 from hf_efficient.cli.result import Result
 from hf_efficient.integrations.transformers_compat import cache_name
 
@@ -31,22 +29,7 @@ KEYS = {
     "at_latency_bound": "the batch with most requests a second within the bound, or null",
     "environment": "hardware, versions, commit, command and time",
 }
-
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The options of `hf-efficient bench`."""
-    command.add_argument("model", help="Hub id or local folder")
-    command.add_argument("--config", default="none", help=f"none, {HELP} (default none)")
-    command.add_argument("--kv-format", default="auto", help="of the cache: auto, int8, fp8, int4, int2 (default auto)")
-    command.add_argument("--prompt-tokens", type=int, default=128, help="random tokens of a prompt (default 128)")
-    command.add_argument("--new-tokens", type=int, default=64, help="tokens generated for each prompt (default 64)")
-    command.add_argument("--batch", type=int, default=4, help="largest batch; 1, 2, 4, ... come before it (default 4)")
-    command.add_argument("--repeats", type=int, default=5, help="timed runs of each batch (default 5)")
-    command.add_argument(
-        "--latency-bound", type=float, help="seconds of a request (95th percentile) within which queries/s are sought"
-    )
-    add_dtype_argument(command)
-    command.add_argument("--output", default="bench", help="folder for bench.json and bench.png (default bench)")
+__all__ = ["KEYS", "OPTION_OF", "add_arguments", "run"]
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -55,7 +38,7 @@ def run(options: argparse.Namespace) -> Result:
     Raises:
         ValueError: for arguments that are not allowed, before the model is loaded.
     """
-    config = _check(options)
+    config = check(options, KEYS)
     plotted = importlib.util.find_spec("matplotlib") is not None
     if not plotted:
         print("no plot: it needs the package 'matplotlib': pip install 'hf_efficient[demo]'", file=sys.stderr)
@@ -109,25 +92,3 @@ def run(options: argparse.Namespace) -> Result:
         f"{bench.table(content)}\n\nwritten: {', '.join(map(str, paths))}"
     )
     return Result(text, content)
-
-
-def _check(options: argparse.Namespace):
-    """The config of --config, after checks of all options."""
-    check_at_least(options, prompt_tokens=1, new_tokens=2, batch=1, repeats=1)
-    if options.latency_bound is not None and not 0 < options.latency_bound < float("inf"):
-        raise ValueError(f"--latency-bound {options.latency_bound}: must be a positive number of seconds")
-    check_report("--output", options.output, ("bench.json", "bench.png"), KEYS)
-    config = parse_config(options.config)
-    found = check_model("model", options.model, causal=True)
-    if config is not None:
-        check_uncompressed("model", options.model, found, f"--config {options.config}")
-
-    import hf_efficient
-
-    hf_efficient.PagedCache(found, kv_format=options.kv_format)  # can it hold them?
-    check_generation(
-        options.model, found, config, fewer="--prompt-tokens, --new-tokens or --batch", batch_size=options.batch,
-        prompt_tokens=options.prompt_tokens, new_tokens=options.new_tokens, kv_format=options.kv_format,
-        dtype=None if options.dtype == "auto" else options.dtype,
-    )  # fmt: skip
-    return config
