@@ -176,19 +176,23 @@ class PagedCache(DecodeStepMixin, MovesMixin, Cache):
 
     def check_continuation(self, attention_mask: torch.Tensor | None) -> None:
         """Raises ValueError where `generate()` cannot go on from this cache: it gives all sequences their next tokens
-        in the same column, and they end in different ones, as speculation leaves them where some ended early.
+        in the same column, and they end in different ones, as speculation leaves them where some ended early; or the
+        mask has other padding than what was stored.
 
         attention_mask: [B, columns] as `generate()` takes it; None for no padding.
         """
         lengths, columns = self.cache_seqlens, self.state.columns
         padding = [0] * len(lengths)
-        if self.reads_pages and attention_mask is not None:
+        has_mask = self.reads_pages and attention_mask is not None
+        if has_mask:
             padding = (attention_mask[:, :columns] == 0).sum(1).tolist()
         if any(length + pads != columns for length, pads in zip(lengths, padding)):
             raise ValueError(
                 f"past_key_values holds rows of {lengths} tokens: a batch is continued only when all its rows end at "
                 "the same column. Rewind them with cache.rewind, or continue row by row"
             )
+        if has_mask and attention_mask.shape[1] >= columns:  # one of new tokens alone says nothing of those stored
+            self.state.check_mask(attention_mask)
 
     def rewind(self, lengths: list[int]) -> None:
         """Shortens sequence b to `lengths[b]` tokens (at most what it has) and frees the blocks beyond.

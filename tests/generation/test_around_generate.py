@@ -134,7 +134,6 @@ def test_a_cache_whose_sequences_ended_apart_is_not_continued(attention):
         with pytest.raises(ValueError, match="past_key_values holds rows of .* end at the same column"):
             model.generate(text, attention_mask=mask, **OPTIONS, past_key_values=cache, **extra)
     stock = tiny_model("llama", attn_implementation=attention)
-    stock.load_state_dict(model.state_dict())
     cache.state.config = stock.config
     for beams in (1, 2):
         cache.batch_repeat_interleave(beams)

@@ -170,6 +170,22 @@ class CacheState:
                 "reset(), batch_repeat_interleave() or batch_select_indices() first."
             )
 
+    def check_mask(self, mask: torch.Tensor) -> None:
+        """Raises ValueError where a mask [B, >= columns], 0 at padding, contradicts what the paged attention stored."""
+        if not self.columns:
+            return
+        seen, stored = mask[:, : self.columns].bool().cpu(), self.column_mask
+        if stored is None:  # sequences of unequal length stand at the right
+            lengths = torch.tensor(self.lengths)
+            stored = torch.arange(self.columns) >= self.columns - lengths[:, None]
+        if not torch.equal(seen, stored):
+            raise ValueError(
+                "attention_mask contradicts the cache: of the columns that PagedCache has seen it marks "
+                f"{seen.sum(1).tolist()} as tokens, at other places or in other number than the "
+                f"{self.lengths} that are stored. A token cannot be hidden later: use rewind() or crop(), or "
+                'attn_implementation="sdpa".'
+            )
+
     def plan_columns(self, batch: int, width: int) -> ForwardPlan:
         """Plans a forward under an attention that reads no pages: every column is stored, padding too."""
         if self.column_mask is not None and not bool(self.column_mask.all()):
@@ -206,19 +222,7 @@ class CacheState:
                 column_mask = torch.nn.functional.pad(column_mask, (0, width), value=True)
             return self._append([width] * batch, None, width, column_mask)
         mask = mask.bool().cpu()
-        if self.columns:
-            seen = mask[:, : self.columns]
-            stored = self.column_mask
-            if stored is None:  # sequences of unequal length stand at the right
-                lengths = torch.tensor(self.lengths)
-                stored = torch.arange(self.columns) >= self.columns - lengths[:, None]
-            if not torch.equal(seen, stored):
-                raise ValueError(
-                    "attention_mask contradicts the cache: of the columns that PagedCache has seen it marks "
-                    f"{seen.sum(1).tolist()} as tokens, at other places or in other number than the "
-                    f"{self.lengths} that are stored. A token cannot be hidden later: use rewind() or crop(), or "
-                    'attn_implementation="sdpa".'
-                )
+        self.check_mask(mask)
         self.check_batch(batch)
         valid = mask[:, self.columns :]
         counts = valid.sum(1).tolist()
