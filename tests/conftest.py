@@ -34,8 +34,9 @@ def pytest_collection_modifyitems(config, items):
     if asked := os.environ.get(tiers.VARIABLE):  # tests of other tiers say nothing about it
         items[:] = [item for item in items if _tier_of(item) in (None, asked)]
     items[:] = [item for item in items if _tier_of(item) not in VARIANTS or item.originalname in WHOLE_NUMBERS]
-    every, items[:] = list(items), shares.select(items, best=tiers.tier().name)
-    config.hook.pytest_deselected(items=every[len(items) :])  # their number is all that is printed
+    chosen = shares.select(items, best=tiers.tier().name)
+    config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
+    items[:] = chosen
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):  # `keywords` would hold the names of folders, too

@@ -19,9 +19,9 @@ COMPILED = ("tier", "tier_or_torch", "target")  # parameters that name what a ke
 
 
 def select(items: list, best: str) -> list:
-    """Those of the collected `items` that belong to the share of the environment; all without one.
+    """Those of the collected pytest `items` that belong to the share of the environment; all without one.
 
-    best: the tier whose cases are dealt one by one."""
+    best: the tier whose cases are dealt one by one. Raises ValueError for a share that is none."""
     asked = os.environ.get(VARIABLE)
     if not asked:
         return items

@@ -34,8 +34,10 @@ def quantize(weight: torch.Tensor, format: CodebookFormat, inputs=None) -> dict[
     for _ in range(1 if format.group_size in (None, -1) else _ROUNDS):
         stored = format.store_scale(scale, weight.dtype)
         scale = format.scale(stored)
-        learn = _shared_table if format.tables(len(weight)) == 1 else _row_tables
-        table = learn(weight, scale, importance, format, unit).to(weight.dtype)
+        if format.tables(len(weight)) == 1:
+            table = _shared_table(weight, scale, importance, format, unit).to(weight.dtype)
+        else:
+            table = _row_tables(weight, scale, importance, format).to(weight.dtype)
         codes = format.nearest(weight, scale, table)
         tensors = {"qweight": format.pack(codes), **stored, "codebook": table}
         error, scale = _refit(weight, codes, table.float(), scale, importance, format, unit)
@@ -79,7 +81,7 @@ def _refit(weight, codes, table, scale, importance, format, unit) -> tuple[float
     return error, scale if format.group_size is None else torch.cat(scales)
 
 
-def _row_tables(weight, scale, importance, format, unit) -> torch.Tensor:
+def _row_tables(weight, scale, importance, format) -> torch.Tensor:
     step = max(1, _ELEMENTS_AT_ONCE // max(weight.shape[1], (_CUTS + 1) ** 2))
     tables = []
     for first in range(0, len(weight), step):
@@ -90,7 +92,7 @@ def _row_tables(weight, scale, importance, format, unit) -> torch.Tensor:
 
 
 def _shared_table(weight, scale, importance, format, unit) -> torch.Tensor:
-    """One table for all rows, from a histogram of the normalised weights."""
+    """One table for all rows, from a histogram of the normalised weights. unit: as of `_refit`."""
     sums = torch.zeros(2, _BINS, dtype=torch.float64, device=weight.device)
     step = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
     for first in range(0, len(weight), step):

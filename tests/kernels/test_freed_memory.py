@@ -20,4 +20,5 @@ def test_freed_blocks_are_taken_again():
         pytest.skip("a C library without mallopt, or one that refuses so large a threshold")
     with heap.freed_memory_kept():
         faults(8)  # a hole must hold a block and its alignment
-        assert faults(4) < 1000  # of 65,536
+        # of 65,536; tests before this one leave holes that are too small, until the heap has grown once
+        assert min(faults(4) for _ in range(4)) < 1000

@@ -30,16 +30,8 @@ def everything(x, y, weight, bias, index):
     [3, 1]."""
     z = x.float()
     z = z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + 1e-5)
-    parts = [
-        F.silu(z),
-        F.gelu(z),
-        F.gelu(z, approximate="tanh"),
-        z.tanh(),
-        z.sigmoid(),
-        z.exp(),
-        z.abs().sqrt(),
-        z.relu(),
-    ]
+    parts = [F.silu(z), F.gelu(z), F.gelu(z, approximate="tanh"), z.tanh(), z.sigmoid(), z.exp()]
+    parts += [z.abs().sqrt(), z.relu()]
     parts += [z.cos(), z.sin(), -z, z.abs().pow(1.5), (z.abs() + 1).reciprocal(), z - 2 * y, z.add(y, alpha=0.5), z / 3]
     z = torch.cat(parts, 1).to(x.dtype)
     half = z[..., 20:]

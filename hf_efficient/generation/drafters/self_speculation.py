@@ -87,9 +87,8 @@ class SelfSpeculation(AssistantDrafter):
         """The layers of `model` in few bits, by name: made anew where its weights have changed, merged adapters among
         them. Changes through `Tensor.data` are not noticed."""
         state, layers = model_state.state_of(model).drafter(self), skippable_layers(model)[1]
-        merged = [
-            list(getattr(module, "merged_adapters", ())) for module in layers.modules()
-        ]  # by PEFT, through `data`
+        # PEFT merges through `data`
+        merged = [list(getattr(module, "merged_adapters", ())) for module in layers.modules()]
         key = model.device, model.dtype, merged, [version_of(weight) for weight in layers.parameters()]
         if state.few_bit_layers is None or state.few_bit_layers[0] != key:
             state.few_bit_layers = None  # before others take memory
