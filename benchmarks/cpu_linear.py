@@ -7,8 +7,8 @@ Layers of SmolLM2-135M and of an 8B model in bfloat16, 1 to 1024 tokens. Every c
 weight that together do not fit the last-level cache, and the contenders take turns, so that changes of the machine's
 speed hit all of them. Times are medians with quartiles in microseconds; GB/s are bytes of the weight over the median,
 beside the bandwidth at which all threads read memory. `gop_s` are 2 * rows * N * K over the median, `of_dot_peak` their
-share of what cpu_peaks.py measures in the same process: of int8 dot products where inputs are rounded, else of
-bfloat16's.
+share of what cpu_peaks.py measures in the same process: of int8 products where inputs are rounded, else of
+bfloat16's; with AMX of its tiles.
 The products of a prompt, beside the peak:
 
     python benchmarks/cpu_linear.py --rows 512 --contenders "bf16,bf16 recorded,int8,int4,int8 rounded,int4 rounded,w8a8
@@ -247,7 +247,8 @@ def measure(
                 record |= {"times_bf16": round(dense / median, 3), "gb_s": round(speed, 2)}
                 record["of_read_bandwidth"] = round(speed / bandwidth, 3)
                 record["gop_s"] = round(2 * rows * n * k / median / 1e3, 1)
-                if peak := peaks.get("int8" if name in ROUNDED else "bfloat16"):
+                kind = "int8" if name in ROUNDED else "bfloat16"
+                if peak := max(peaks.get(kind, 0), peaks.get(f"amx_{kind}", 0)):
                     record["of_dot_peak"] = round(record["gop_s"] / peak, 3)
                 records.append(record)
             print(n, k, rows, {r["kernel"]: r["times_bf16"] for r in records[-len(calls) :]}, flush=True)

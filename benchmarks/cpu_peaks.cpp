@@ -22,3 +22,33 @@
 
 REGISTER_LOOP(int8, "vpdpbusd")
 REGISTER_LOOP(bfloat16, "vdpbf16ps")
+
+#ifdef __AMX_TILE__
+#include <sys/syscall.h>
+#include <unistd.h>
+
+// Tiles of 16 rows of 64 bytes: four sums, two tiles of one matrix and two of the other, as products of matrices have.
+static void with_tiles(int64_t rounds, void (*loop)(int64_t)) {
+    constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+    alignas(64) uint8_t config[64] = {1};
+    for (int i = 0; i < 8; i++) config[16 + 2 * i] = 64, config[48 + i] = 16;
+    syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA);
+    asm volatile("ldtilecfg %0" ::"m"(config));
+    loop(rounds);
+    asm volatile("tilerelease");
+}
+
+#define TILE_LOOP(name, instruction)                                                                                   \
+    static void name##_loop(int64_t rounds) {                                                                          \
+        asm volatile("1:\n"                                                                                            \
+                     instruction " %%tmm6, %%tmm4, %%tmm0\n" instruction " %%tmm7, %%tmm4, %%tmm1\n"                   \
+                     instruction " %%tmm6, %%tmm5, %%tmm2\n" instruction " %%tmm7, %%tmm5, %%tmm3\n"                   \
+                     "dec %0\n"                                                                                        \
+                     "jnz 1b\n"                                                                                        \
+                     : "+r"(rounds) : : "cc");                                                                         \
+    }                                                                                                                  \
+    extern "C" void name(int64_t rounds) { with_tiles(rounds, name##_loop); }
+
+TILE_LOOP(amx_int8, "tdpbssd")
+TILE_LOOP(amx_bfloat16, "tdpbf16ps")
+#endif

@@ -1,5 +1,5 @@
-"""Billions of operations a second of the dot products of AVX-512 in registers, by all threads: the ceiling of products
-that wait for no memory. Other scripts report it beside what they measure; alone it prints it.
+"""Billions of operations a second of the dot products of AVX-512 and of AMX in registers, by all threads: the ceiling
+of products that wait for no memory. Other scripts report it beside what they measure; alone it prints it.
 
     python benchmarks/cpu_peaks.py [--threads 2]
 """
@@ -15,17 +15,21 @@ from pathlib import Path
 from hf_efficient.kernels.native import compiler, tiers
 
 
-SUMS = 16  # of cpu_peaks.cpp
-OPERATIONS = {"int8": 128, "bfloat16": 64}  # of one instruction: 64 and 32 products, each added
-FEATURES = {"int8": "avx512_vnni", "bfloat16": "avx512_bf16"}
+# Kind -> the feature of the CPU, and the operations of a round of cpu_peaks.cpp: products and sums of all instructions.
+KINDS = {
+    "int8": ("avx512_vnni", 16 * 2 * 64),
+    "bfloat16": ("avx512_bf16", 16 * 2 * 32),
+    "amx_int8": ("amx_int8", 4 * 2 * 16 * 16 * 64),
+    "amx_bfloat16": ("amx_bf16", 4 * 2 * 16 * 16 * 32),
+}
 FLAGS = ("-O2", "-march=native", "-shared", "-fPIC")
 
 
 def dot_peaks(threads: int, seconds: float = 0.1, repeats: int = 10) -> dict[str, float]:
-    """Kind of inputs -> GOP/s, a product and a sum being two operations: the best of `repeats`. Empty where there is no
-    compiler, and without what the CPU lacks."""
+    """Kind -> GOP/s, a product and a sum being two operations: the best of `repeats`. Empty where there is no compiler,
+    and without what the CPU lacks."""
     program, found = compiler.compiler(), {}
-    kinds = [kind for kind, feature in FEATURES.items() if feature in tiers.cpu_features()]
+    kinds = [kind for kind, (feature, _) in KINDS.items() if feature in tiers.cpu_features()]
     if program is None or not kinds:
         return found
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(threads) as pool:
@@ -44,7 +48,7 @@ def dot_peaks(threads: int, seconds: float = 0.1, repeats: int = 10) -> dict[str
 
             rounds = int(100_000 * seconds / run(100_000)) + 1
             best = min(run(rounds) for _ in range(repeats))
-            found[kind] = threads * rounds * SUMS * OPERATIONS[kind] / best / 1e9
+            found[kind] = threads * rounds * KINDS[kind][1] / best / 1e9
     return found
 
 

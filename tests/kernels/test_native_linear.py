@@ -191,7 +191,8 @@ def test_only_wide_forwards_are_rounded_by_default(kernels):
             x = torch.randn(rows, 192).to(dtype)
             rounds = least is not None and rows >= least and may_round
             assert torch.equal(wide.matmul(x), (always if rounds else never).matmul(x))
-            assert torch.equal(never.matmul(x), always.matmul(x)) == (dtype is torch.float32)
+            never_rounds = dtype is torch.float32 or tiers.tier().name == "amx" and rows > 32
+            assert torch.equal(never.matmul(x), always.matmul(x)) == never_rounds
 
 
 @pytest.mark.parametrize("rounds_inputs", [native_cpu.NEVER, native_cpu.ALWAYS])
