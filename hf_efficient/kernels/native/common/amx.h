@@ -34,11 +34,22 @@ static INLINE void configure_tiles(int64_t first_rows, int64_t second_rows) {
     _tile_loadconfig(&config);
 }
 
-// sums [rows of one or two tiles][ld_sums bytes] of `N` blocks, 64 bytes apart, += x [rows][ld bytes] times tile
-// [chunks * 16][ld_tile bytes]. Signed bytes of x times unsigned ones of W, or pairs of bfloat16.
+// Blocks of W, or of what stands in its place: 16 columns each, in chunks of 64 bytes of a row of x.
+struct AmxBlocks {
+    const void *first;
+    int64_t row, chunk, block;  // bytes from one to the next
+
+    // `blocks` of them that lie side by side, [chunk][row][block]
+    static INLINE AmxBlocks side_by_side(const void *first, int64_t blocks) {
+        return {first, 64 * blocks, 64 * AMX_TERMS * blocks, 64};
+    }
+};
+
+// sums [rows of one or two tiles][ld_sums bytes] of `N` blocks, 64 bytes apart, += x [rows][ld bytes] times the blocks
+// from `tile` on. Signed bytes of x times unsigned ones of W, or pairs of bfloat16.
 template <bool BYTES, int ROW_TILES, int N>
-static INLINE void amx_product(const char *x, int64_t ld, const char *tile, int64_t ld_tile, int64_t chunks, bool begin,
-                               char *sums, int64_t ld_sums) {
+static INLINE void amx_product(const char *x, int64_t ld, const AmxBlocks &w, const char *tile, int64_t chunks,
+                               bool begin, char *sums, int64_t ld_sums) {
     char *second = sums + AMX_ROWS * ld_sums;
     if (begin) {
         _tile_zero(0);
@@ -54,12 +65,12 @@ static INLINE void amx_product(const char *x, int64_t ld, const char *tile, int6
 #define AMX_DOT(sum, a, b) \
     if constexpr (BYTES) _tile_dpbsud(sum, a, b); \
     else _tile_dpbf16ps(sum, a, b)
-    for (int64_t i = 0; i < chunks; i++, x += 64, tile += AMX_TERMS * ld_tile) {
+    for (int64_t i = 0; i < chunks; i++, x += 64, tile += w.chunk) {
         _tile_loadd(4, x, ld);
-        _tile_loadd(6, tile, ld_tile);
+        _tile_loadd(6, tile, w.row);
         AMX_DOT(0, 4, 6);
         if constexpr (N == 2) {
-            _tile_loadd(7, tile + 64, ld_tile);
+            _tile_loadd(7, tile + w.block, w.row);
             AMX_DOT(1, 4, 7);
         }
         if constexpr (ROW_TILES == 2) {
@@ -78,31 +89,31 @@ static INLINE void amx_product(const char *x, int64_t ld, const char *tile, int6
 }
 
 template <bool BYTES, int ROW_TILES>
-static INLINE void amx_blocks(const char *x, int64_t ld, const char *tile, int64_t blocks, int64_t ld_tile,
-                              int64_t chunks, bool begin, char *sums, int64_t ld_sums) {
+static INLINE void amx_blocks(const char *x, int64_t ld, const AmxBlocks &w, int64_t blocks, int64_t chunks, bool begin,
+                              char *sums, int64_t ld_sums) {
+    const char *tile = (const char *)w.first;
     int64_t b = 0;
-    for (; b + 2 <= blocks; b += 2)
-        amx_product<BYTES, ROW_TILES, 2>(x, ld, tile + 64 * b, ld_tile, chunks, begin, sums + 64 * b, ld_sums);
-    if (b < blocks)
-        amx_product<BYTES, ROW_TILES, 1>(x, ld, tile + 64 * b, ld_tile, chunks, begin, sums + 64 * b, ld_sums);
+    for (; b + 2 <= blocks; b += 2, tile += 2 * w.block)
+        amx_product<BYTES, ROW_TILES, 2>(x, ld, w, tile, chunks, begin, sums + 64 * b, ld_sums);
+    if (b < blocks) amx_product<BYTES, ROW_TILES, 1>(x, ld, w, tile, chunks, begin, sums + 64 * b, ld_sums);
 }
 
-// The same for any number of rows and of blocks, which lie side by side in `tile` and in `sums`.
+// The same for any number of rows and of blocks, which lie side by side in `sums`.
 template <bool BYTES>
-static void amx_rows(int64_t blocks, int64_t rows, const void *x, int64_t ld, const void *tile, int64_t ld_tile,
-                     int64_t chunks, bool begin, void *sums, int64_t ld_sums) {
+static void amx_rows(int64_t blocks, int64_t rows, const void *x, int64_t ld, const AmxBlocks &w, int64_t chunks,
+                     bool begin, void *sums, int64_t ld_sums) {
     const char *from = (const char *)x;
     char *to = (char *)sums;
     constexpr int64_t BOTH = 2 * AMX_ROWS;
     if (rows >= BOTH) configure_tiles(AMX_ROWS, AMX_ROWS);
     for (; rows >= BOTH; rows -= BOTH, from += BOTH * ld, to += BOTH * ld_sums)
-        amx_blocks<BYTES, 2>(from, ld, (const char *)tile, blocks, ld_tile, chunks, begin, to, ld_sums);
+        amx_blocks<BYTES, 2>(from, ld, w, blocks, chunks, begin, to, ld_sums);
     if (rows > AMX_ROWS) {
         configure_tiles(AMX_ROWS, rows - AMX_ROWS);
-        amx_blocks<BYTES, 2>(from, ld, (const char *)tile, blocks, ld_tile, chunks, begin, to, ld_sums);
+        amx_blocks<BYTES, 2>(from, ld, w, blocks, chunks, begin, to, ld_sums);
     } else if (rows > 0) {
         configure_tiles(rows, rows);
-        amx_blocks<BYTES, 1>(from, ld, (const char *)tile, blocks, ld_tile, chunks, begin, to, ld_sums);
+        amx_blocks<BYTES, 1>(from, ld, w, blocks, chunks, begin, to, ld_sums);
     }
     _tile_release();
 }

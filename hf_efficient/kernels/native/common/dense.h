@@ -1,7 +1,6 @@
 // Products with dense bfloat16 weights.
 
 #pragma once
-#include "amx.h"
 #include "elementwise.h"
 #include "output.h"
 
@@ -125,40 +124,4 @@ static INLINE void store_transposed(const Output &out, const Words *sums, int64_
         for (int64_t i = 0; i < std::min<int64_t>(LANES, rows - row); i++)
             out.store(row + i, column + c, (Floats)square[i]);
     }
-}
-
-#if AMX
-constexpr int64_t AMX_COLUMNS = 2 * AMX_ROWS;  // of y at once: rows of w
-
-// By AMX, which takes rows of w as elsewhere it takes rows of x: so w is read as it lies. width: whole chunks.
-static void dense_amx(const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, int64_t rows,
-                      int64_t columns, int64_t width) {
-    static thread_local Buffer packed;
-    const int64_t groups = ceil_div(rows, LANES), pairs = width / 2;
-    Floats *tile = packed.get<Floats>(pairs * groups);  // [pair][group][row of x]
-    parallel(groups, [&](int64_t g, int64_t end) {
-        for (; g < end; g++) lay_out(x + g * LANES * width, rows - g * LANES, width, groups, tile + g);
-    });
-    const Output out = {y, bias, columns, false};
-    parallel(ceil_div(columns, AMX_COLUMNS), [&](int64_t unit, int64_t end) {
-        static thread_local Buffer results;
-        Words *sums = results.get<Words>(AMX_COLUMNS * groups);  // [row of w][group][row of x]
-        for (; unit < end; unit++) {
-            const int64_t first = unit * AMX_COLUMNS, count = std::min(AMX_COLUMNS, columns - first);
-            amx_rows<false>(groups, count, w + first * width, 2 * width, tile, 64 * groups, pairs / AMX_TERMS, true,
-                            sums, 64 * groups);
-            for (int64_t g = 0; g < groups; g++)
-                store_transposed(out, sums + g, groups, count, first, g * LANES, rows);
-        }
-    });
-}
-#endif
-
-// dense_amx, which is faster for any number of rows, where the CPU has it; else dense_rows
-static void dense(const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, int64_t rows,
-                  int64_t columns, int64_t width) {
-#if AMX
-    if (width % (2 * AMX_TERMS) == 0 && AMX_IS_GRANTED) return dense_amx(x, w, bias, y, rows, columns, width);
-#endif
-    dense_rows(x, w, bias, y, rows, columns, width);
 }

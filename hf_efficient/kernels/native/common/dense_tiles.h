@@ -1,7 +1,7 @@
 // Several rows of x times dense bfloat16 weights.
 
 #pragma once
-#include "dense.h"
+#include "dense_amx.h"
 #include "many_rows.h"
 #include "products.h"
 
@@ -45,7 +45,7 @@ static void dense_tiles(const uint16_t *x, const uint16_t *w, const uint16_t *bi
     const Output out = {y, bias, columns, false};
     const int64_t blocks = ceil_div(rows, LANES), groups = ceil_div(blocks, MOST_BLOCKS), pairs = width / 2;
     auto first_of = [=](int64_t group) { return blocks * group / groups; };
-    parallel(ceil_div(columns, PANEL), [&](int64_t panel, int64_t end) {
+    parallel_by_claims(ceil_div(columns, PANEL), [&](Claims &claims) {
         static thread_local Buffer laid_out, results;
         // Every thread lays out all of x: that takes less time than to wait for others.
         Floats *all = laid_out.get<Floats>(blocks * pairs);
@@ -54,7 +54,7 @@ static void dense_tiles(const uint16_t *x, const uint16_t *w, const uint16_t *bi
                 lay_out(x + block * LANES * width, rows - block * LANES, width, first_of(group + 1) - first_of(group),
                         all + first_of(group) * (pairs - 1) + block);
         Floats(*sums)[TILE_BLOCKS] = (Floats(*)[TILE_BLOCKS])results.get<Floats>(PANEL * TILE_BLOCKS);
-        for (; panel < end; panel++) {
+        for (int64_t panel = 0, end = 0; panel < end || claims.take(panel, end); panel++) {
             const int64_t column = panel * PANEL, count = std::min(PANEL, columns - column);
             const uint32_t *from = (const uint32_t *)w + column * pairs;
             for (int64_t group = 0; group < groups; group++) {
@@ -109,16 +109,17 @@ static void dense_tiles(const uint16_t *x, const uint16_t *w, const uint16_t *bi
 // Rows of x. Fewer do not pay for it (measured), and more at once would take memory.
 constexpr int64_t LEAST_LAID_OUT = BF16_DOT ? 24 : 64, MOST_LAID_OUT = 512;
 
-// `dense` of dense.h, by tiles where that takes less time: they add the terms of a sum in another order.
-static void dense_product(const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, int64_t rows,
-                          int64_t columns, int64_t width) {
+// `count` products of one x: those of `dense`, or by tiles where that takes less time, which add the terms of a sum in
+// another order.
+static void dense_products(const uint16_t *x, const DenseProduct *products, int count, int64_t rows, int64_t width) {
 #if !AMX
     if (rows >= LEAST_LAID_OUT && (!BF16_DOT || width % (2 * LANES) == 0)) {
-        for (int64_t row = 0; row < rows; row += MOST_LAID_OUT)
-            dense_tiles(x + row * width, w, bias, y + row * columns, std::min(MOST_LAID_OUT, rows - row), columns,
-                        width);
+        for (int i = 0; i < count; i++)
+            for (int64_t row = 0; row < rows; row += MOST_LAID_OUT)
+                dense_tiles(x + row * width, products[i].w, products[i].bias, products[i].y + row * products[i].columns,
+                            std::min(MOST_LAID_OUT, rows - row), products[i].columns, width);
         return;
     }
 #endif
-    dense(x, w, bias, y, rows, columns, width);
+    dense(x, products, count, rows, width);
 }

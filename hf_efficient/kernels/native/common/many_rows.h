@@ -22,12 +22,12 @@ template <class W> static void many(const W &w, const TileTerm *x, int64_t ld, i
     const int64_t unit_rows = ceil_div(ceil_div(rows, units), TILE_ROWS) * TILE_ROWS;
     units = ceil_div(rows, unit_rows);
     const int64_t steps_at_once = std::min<int64_t>(w.steps, TILE_COLUMNS / w.COLUMNS);
-    parallel(tiles * units, [&](int64_t unit, int64_t end) {
+    parallel_by_claims(tiles * units, [&](Claims &claims) {
         static thread_local Buffer weights, outputs;
         Floats *tile = weights.get<Floats>(steps_at_once * (w.COLUMNS / NUMBERS) * TILE_BLOCKS);
         Floats(*sums)[TILE_BLOCKS] = (Floats(*)[TILE_BLOCKS])outputs.get<Floats>(unit_rows * TILE_BLOCKS);
         int64_t held = -1;
-        for (; unit < end; unit++) {
+        for (int64_t unit = 0, end = 0; unit < end || claims.take(unit, end); unit++) {
             // units of one tile follow each other where all its columns fit, so that it is decoded once
             const bool fits = steps_at_once == w.steps;
             const int64_t n = unit / units, first = unit % units * unit_rows, count = std::min(unit_rows, rows - first);

@@ -64,7 +64,8 @@ static void tile_rows(int64_t blocks, int64_t some, int64_t rows, const T *x, in
     if constexpr (std::is_same<T, uint32_t>::value)
         if (amx && AMX_IS_GRANTED) {
             const int64_t chunks = steps / AMX_TERMS, done = chunks * AMX_TERMS;
-            amx_rows<false>(some, rows, x, 4 * ld, tile, 64 * blocks, chunks, begin, sums, sizeof(*sums));
+            amx_rows<false>(some, rows, x, 4 * ld, AmxBlocks::side_by_side(tile, blocks), chunks, begin, sums,
+                            sizeof(*sums));
             if (done == steps) return;
             x += done, tile += done * blocks, steps -= done, begin = false;
         }

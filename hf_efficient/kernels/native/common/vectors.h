@@ -13,6 +13,7 @@
 
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -141,4 +142,38 @@ template <class F> static INLINE void parallel(int64_t count, F body) {
         body(count * thread / threads, count * (thread + 1) / threads);
     };
     GOMP_parallel([](void *data) { (*(decltype(part) *)data)(); }, &part, 0, 0);
+}
+
+// Units of work of some microseconds, which threads take as they are done with others: cores differ in speed, and
+// other processes may use them. At first a thread takes a part of all units, so that neighbours stay together.
+class Claims {
+    const int64_t count;
+    std::atomic<int64_t> next{0};
+
+  public:
+    explicit Claims(int64_t count) : count(count) {}
+
+    // False, or the units [first, end) are the caller's.
+    bool take(int64_t &first, int64_t &end) {
+        first = next.load(std::memory_order_relaxed);
+        do {
+            if (first >= count) return false;
+            end = first + std::max<int64_t>(1, (count - first) / (2 * omp_get_num_threads()));
+        } while (!next.compare_exchange_weak(first, end, std::memory_order_relaxed));
+        return true;
+    }
+};
+
+// Calls body(claims) on every thread, which takes units from 0 to `count`.
+template <class F> static INLINE void parallel_by_claims(int64_t count, F body) {
+    Claims claims(count);
+    auto part = [&] { body(claims); };
+    GOMP_parallel([](void *data) { (*(decltype(part) *)data)(); }, &part, 0, 0);
+}
+
+// The same for a body that needs nothing of its thread: it is called with each part that is taken.
+template <class F> static INLINE void parallel_parts(int64_t count, F body) {
+    parallel_by_claims(count, [&](Claims &claims) {
+        for (int64_t first, end; claims.take(first, end);) body(first, end);
+    });
 }

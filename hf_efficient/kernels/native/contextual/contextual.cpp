@@ -4,7 +4,7 @@
 
 #include <array>
 
-#include "dense.h"
+#include "dense_amx.h"
 #include "layout.h"
 
 enum Activation : int64_t { RELU, RELU_SQUARED, SILU, GELU, GELU_TANH };
@@ -129,7 +129,8 @@ static INLINE void mark(const Scratch &to, int64_t row, int64_t first, int64_t n
 
 // masks <- the neurons whose predicted contribution is large enough
 static void predict(const ContextualCall &call, const Scratch &to) {
-    dense(call.x, call.project, nullptr, to.inner, call.rows, call.rank, call.hidden);
+    const DenseProduct inner = {call.project, nullptr, to.inner, call.rank};
+    dense(call.x, &inner, 1, call.rows, call.hidden);
     const int64_t count = call.neurons;
     if (!call.score_up)
         return for_tiles<1>(call, {call.score}, call.rank, to.inner, nullptr, count,

@@ -115,7 +115,7 @@ template <class F> static INLINE void for_many_parts(const Instruction &in, int6
         }
     };
     if (units / parts * sizes[3] < WORTH_IT) some(0, units);
-    else parallel(units, some);
+    else parallel_parts(units, some);
 }
 
 static INLINE void load_row(float *x, const Operand &from, const int64_t *at, int64_t first, int64_t count) {
@@ -299,18 +299,22 @@ static void rotary(const Instruction &in) {
     });
 }
 
-// SiLU in bfloat16. Threads share columns, as in the products that make both operands.
+// SiLU in bfloat16. Of few rows threads share columns, as in the products that make both operands.
 static void silu_gated_in_vectors(const Instruction &in) {
-    const int64_t *sizes = in.sizes, blocks = ceil_div(sizes[3], LANES);
-    auto some = [&](int64_t block, int64_t end) {
-        const int64_t first = block * LANES, count = std::min(end * LANES, sizes[3]) - first;
+    constexpr int64_t FEW_ROWS = 32;
+    const int64_t *sizes = in.sizes, blocks = ceil_div(sizes[3], LANES), rows = sizes[0] * sizes[1] * sizes[2];
+    auto part_of_row = [&](const int64_t *at, int64_t first, int64_t end) {
+        in_one_pass(bfloat16_row(in.a, at) + first, bfloat16_row(in.b, at) + first, bfloat16_row(in.y, at) + first,
+                    end - first, [](Floats a, Floats b) { return rounded_to_bfloat16(a / (exponential(-a) + 1)) * b; });
+    };
+    auto columns = [&](int64_t block, int64_t end) {
         for_rows(sizes, [&](const int64_t *at) {
-            in_one_pass(bfloat16_row(in.a, at) + first, bfloat16_row(in.b, at) + first, bfloat16_row(in.y, at) + first,
-                        count, [](Floats a, Floats b) { return rounded_to_bfloat16(a / (exponential(-a) + 1)) * b; });
+            part_of_row(at, block * LANES, std::min(end * LANES, sizes[3]));
         });
     };
-    if (sizes[0] * sizes[1] * sizes[2] * sizes[3] < WORTH_IT) some(0, blocks);
-    else parallel(blocks, some);
+    if (rows > FEW_ROWS) return for_many_parts(in, sizes[3], part_of_row);
+    if (rows * sizes[3] < WORTH_IT) columns(0, blocks);
+    else parallel(blocks, columns);
 }
 
 static void gated(const Instruction &in) {
@@ -367,6 +371,21 @@ static bool look_up(const Instruction &in) {
     return gather(index, sizes[1], sizes[2], (const uint32_t *)in.a.data, (uint32_t *)in.y.data);
 }
 
+// The product `in`, and those behind it of the same x. Returns how many these are, of `left` instructions.
+static int64_t dense_together(const Instruction *in, int64_t left) {
+    DenseProduct products[MOST_DENSE_PRODUCTS];
+    int64_t count = 0;
+    for (const Instruction *at = in; count < std::min<int64_t>(left, MOST_DENSE_PRODUCTS); at++, count++) {
+        if (at->op != DENSE || at->a.data != in->a.data || at->a.type != in->a.type || at->sizes[1] != in->sizes[1] ||
+            at->sizes[3] != in->sizes[3])
+            break;
+        products[count] = {(const uint16_t *)at->b.data, (const uint16_t *)at->c.data, (uint16_t *)at->y.data,
+                           at->sizes[2]};
+    }
+    dense_products((const uint16_t *)in->a.data, products, count, in->sizes[1], in->sizes[3]);
+    return count;
+}
+
 // Returns 0, or the number (from 1 on) of the instruction that refused an index, a length or a block out of range.
 extern "C" int64_t hf_replay(const Instruction *in, int64_t count) {
     for (int64_t i = 0; i < count; i++, in++) {
@@ -385,9 +404,10 @@ extern "C" int64_t hf_replay(const Instruction *in, int64_t count) {
         else if (in->op == DENSE && in->a.type == FLOAT)
             dense_floats((const float *)in->a.data, (const float *)in->b.data, (const float *)in->c.data,
                          (float *)in->y.data, in->sizes[1], in->sizes[2], in->sizes[3]);
-        else if (in->op == DENSE)
-            dense_product((const uint16_t *)in->a.data, (const uint16_t *)in->b.data, (const uint16_t *)in->c.data,
-                          (uint16_t *)in->y.data, in->sizes[1], in->sizes[2], in->sizes[3]);
+        else if (in->op == DENSE) {
+            const int64_t more = dense_together(in, count - i) - 1;
+            i += more, in += more;
+        }
         else if (in->op == CALL) {
             if (!((int (*)(const void *))in->linear)(in->weight)) return i + 1;
         }

@@ -238,8 +238,8 @@ static void amx_rounded_rows(const RoundedMatrix &w, int64_t block, const Rounde
     Ints(*sums)[BLOCKS] = (Ints(*)[BLOCKS])results.get<Ints>(AMX_ROWS_AT_ONCE * BLOCKS);
     for (int64_t row = 0; row < rows; row += AMX_ROWS_AT_ONCE) {
         const int64_t count = std::min(AMX_ROWS_AT_ONCE, rows - row);
-        amx_rows<true>(BLOCKS, count, x.codes + row * x.width, x.width, tile, 64 * BLOCKS, w.width / SPAN, true, sums,
-                       sizeof *sums);
+        amx_rows<true>(BLOCKS, count, x.codes + row * x.width, x.width, AmxBlocks::side_by_side(tile, BLOCKS),
+                       w.width / SPAN, true, sums, sizeof *sums);
         for (int64_t m = 0; m < count; m++)
             for (int b = 0; b < BLOCKS; b++) store_rounded(w, block + b, x, row + m, sums[m][b], out);
     }
