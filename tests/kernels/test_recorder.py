@@ -121,35 +121,6 @@ def test_what_the_interpreter_does_not_know_is_called():
         torch.testing.assert_close(output, expected)
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns", "width"),
-    [(1, 7, 64), (3, 4, 40), (6, 33, 100), (23, 64, 96), (27, 71, 96), (75, 97, 64), (70, 83, 38), (65, 20, 2100)],
-)
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_dense_products(rows, columns, width, has_bias, tier):
-    x, weight = torch.randn(rows, width).bfloat16(), torch.randn(columns, width).bfloat16()
-    bias = torch.randn(columns).bfloat16() if has_bias else None
-    capture = Capture(lambda: F.linear(x, weight, bias))
-    assert len(capture._steps) == 1
-    capture.output.fill_(float("nan"))
-    expected = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
-    # float32 sums of exact products, rounded once
-    torch.testing.assert_close(capture.replay().double(), expected, rtol=2**-8, atol=1e-4)
-    # a row has the same bits alone and among others; from where rows or W are laid out, among that many and more
-    least = 24 if "bf16" in tier or tier == "amx" else 64
-    few, compared = (least, rows // least * least) if rows >= least else (1, rows)
-    alone = [Capture(lambda some=some: F.linear(some, weight, bias)).replay() for some in x[:compared].split(few)]
-    assert torch.equal(torch.cat(alone), capture.replay()[:compared])
-    parts = [None if part is None else part[:64].float() for part in (x, weight[:64], bias)]  # of more rows torch's
-    expected = expected[:64, :64]
-    capture = Capture(lambda: F.linear(*parts))
-    assert len(capture._steps) == 1
-    capture.output.fill_(float("nan"))
-    torch.testing.assert_close(capture.replay().double(), expected, rtol=1e-5, atol=1e-5)
-    alone = [Capture(lambda row=row: F.linear(row, *parts[1:])).replay() for row in parts[0].split(1)]
-    assert torch.equal(torch.cat(alone), capture.output)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [1, 5, 16, 511, 513, 3000])
 def test_where_the_largest_is(dtype, width, tier):
