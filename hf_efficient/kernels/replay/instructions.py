@@ -13,20 +13,20 @@ NAMES = (
     "COPY NEG ABS RELU SILU GELU GELU_TANH TANH SIGMOID EXP SQRT RSQRT RECIPROCAL COS SIN POW ADD SUB MUL DIV MEAN SUM "
     "ROWS LINEAR DENSE CALL RMS_NORM ROTARY GATED GATHER ARGMAX SOFTMAX TOP"
 ).split()
-OPS = {name: number for number, name in enumerate(NAMES)}  # `Op` of native/replay/replay.cpp
+OPS = {name: number for number, name in enumerate(NAMES)}  # `Op` of native/replay/instruction.h
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `Type` of native/common/elementwise.h
 MOST_DIMS = 4
 
 
 class Operand(ctypes.Structure):
-    """`Operand` of native/replay/replay.cpp: an address, four strides in elements (0 where it is broadcast), one of
+    """`Operand` of native/replay/instruction.h: an address, four strides in elements (0 where it is broadcast), one of
     `TYPES`."""
 
     _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * MOST_DIMS), ("type", ctypes.c_int64)]
 
 
 class Instruction(ctypes.Structure):
-    """`Instruction` of native/replay/replay.cpp, and what only Python needs to know of it.
+    """`Instruction` of native/replay/instruction.h, and what only Python needs to know of it.
 
     Attributes:
         writes: address of the storage of the result.

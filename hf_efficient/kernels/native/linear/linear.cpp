@@ -1,7 +1,7 @@
 // y = x @ W^T + bias for weights of codes. Threads share y; the order of each sum does not depend on their number.
 
+#include "amx_few.h"
 #include "elementwise.h"
-#include "few_rows.h"
 #include "float8_inputs.h"
 #include "int8_tiles.h"
 #include "many_rows.h"
@@ -57,6 +57,9 @@ extern "C" void hf_linear(const Product *products, int64_t count, const void *x,
         const uint16_t *values = (const uint16_t *)x;
         if (columns != width) values = padded<uint16_t, uint16_t>(values, rows, columns, width);
         const uint32_t *pairs = (const uint32_t *)values;
+#if AMX
+        if (amx_few_takes(*w, rows)) return amx_few(w, out, count, pairs, width / 2, rows);
+#endif
         if constexpr (BF16_LOOK_UPS)
             if (rows <= FEW_ROWS) return few(w, out, count, pairs, width / 2, rows);
         for (int i = 0; i < count; i++) many(w[i], pairs, width / 2, rows, out[i]);
