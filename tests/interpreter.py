@@ -1,9 +1,13 @@
 """Triton's interpreter without what takes most of its time: for processes that do nothing but interpret."""
 
 import functools
+import os
 
 
 def speed_up():
+    """Once a process. Where kernels are compiled too, a number that is kept would belong to a compilation that has
+    ended: the next one crashes."""
+    assert os.environ.get("TRITON_INTERPRET") == "1", "for processes that do nothing but interpret"
     _patch_the_language_once()
     _leave_out_what_nobody_reads()
     _make_types_once()
