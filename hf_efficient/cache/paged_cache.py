@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import operator
 
 import torch
 from transformers.cache_utils import Cache
@@ -210,11 +211,12 @@ class PagedCache(DecodeStepMixin, MovesMixin, Cache):
         self._rewind_stores(held)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last `-tokens_to_remove` columns (a number <= 0) of all sequences."""
+        """Removes the last `-tokens_to_remove` columns (a whole number <= 0) of all sequences."""
+        tokens_to_remove = operator.index(tokens_to_remove)
         self.state.check_idle()
-        self._check_rewind(self.state.cropped(int(tokens_to_remove))[1])
+        self._check_rewind(self.state.cropped(tokens_to_remove)[1])
         held = self.cache_seqlens
-        self.state.crop(int(tokens_to_remove))
+        self.state.crop(tokens_to_remove)
         self._rewind_stores(held)
 
     def _check_rewind(self, lengths: list[int]) -> None:

@@ -109,10 +109,10 @@ def _written(model, number: int, length: int, generator: torch.Generator) -> tor
 
 
 def _first_tokens(model, count: int, generator: torch.Generator) -> torch.Tensor:
-    begin = model.config.get_text_config().bos_token_id
-    if isinstance(begin, int):
+    begin, known = model.config.get_text_config().bos_token_id, model.get_input_embeddings().num_embeddings
+    if isinstance(begin, int) and 0 <= begin < known:
         return torch.full((count, 1), begin)
-    return torch.randint(model.get_input_embeddings().num_embeddings, (count, 1), generator=generator)
+    return torch.randint(known, (count, 1), generator=generator)
 
 
 def _sample(model, first: torch.Tensor, length: int) -> torch.Tensor:

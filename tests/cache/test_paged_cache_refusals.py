@@ -105,6 +105,8 @@ def test_bad_operations(llama):
     for lengths in ([6], [7, 6], [-1, 6]):
         with pytest.raises(ValueError, match=r"rewind\(lengths="):
             cache.rewind(lengths)
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+        cache.crop(-2.7)
     with pytest.raises(ValueError, match=r"crop\(3\).*negative"):
         cache.crop(3)
     store = cache.layers[0].store

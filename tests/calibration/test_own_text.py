@@ -32,6 +32,9 @@ def test_windows_are_no_longer_than_the_model_has_positions(endless_llama):
 def test_text_begins_with_the_token_that_begins_text(endless_llama):
     endless_llama.config.bos_token_id = 7
     assert (own_text.own_tokens(endless_llama, asked("sampled"))[:, 0] == 7).all()
+    endless_llama.config.bos_token_id = 10**6  # as in configs that were written for another tokenizer
+    first = own_text.own_tokens(endless_llama, asked("sampled"))[:, 0]
+    assert first.max() < endless_llama.config.vocab_size
 
 
 def test_windows_that_repeat_others_are_left_out(endless_llama, monkeypatch):
