@@ -13,21 +13,24 @@ struct Product {         // y = x @ weight^T + bias
 };
 
 // Calls body(index of the weight, block) for every `step`-th block of `count` weights, from all threads.
-// side_by_side: of weights of one size a thread takes the same blocks.
+// wide: of many rows. Then threads take parts as they are done, and of weights of one size the same blocks.
 template <class W, class F>
-static INLINE void for_blocks(const W *w, int count, int step, F body, bool side_by_side = false) {
+static INLINE void for_blocks(const W *w, int count, int step, F body, bool wide = false) {
     int64_t first[MOST_PRODUCTS + 1] = {};
+    bool side_by_side = wide;
     for (int i = 0; i < count; i++) {
         first[i + 1] = first[i] + ceil_div(w[i].blocks, step);
         side_by_side &= w[i].blocks == w->blocks;
     }
-    parallel(first[count], [&](int64_t unit, int64_t end) {
+    auto some = [&](int64_t unit, int64_t end) {
         for (; side_by_side && unit < end; unit++) body(unit % count, unit / count * step);
         for (int i = 0; unit < end; unit++) {
             while (unit >= first[i + 1]) i++;
             body(i, (unit - first[i]) * step);
         }
-    });
+    };
+    if (wide) parallel_parts(first[count], some);
+    else parallel(first[count], some);
 }
 
 constexpr int64_t ALONE = 1 << 14;  // with fewer numbers one thread reads them faster than several

@@ -255,7 +255,7 @@ static void rounded_products(const RoundedMatrix *w, const Output *out, int coun
         return for_blocks(w, count, 2, [&](int i, int64_t block) {
             if (block + 2 <= w[i].blocks) amx_rounded_rows<2>(w[i], block, x, rows, out[i]);
             else amx_rounded_rows<1>(w[i], block, x, rows, out[i]);
-        });
+        }, true);
 #endif
     for_blocks(w, count, BLOCKS_A_UNIT, [&](int i, int64_t block) {
         if (block + BLOCKS_A_UNIT <= w[i].blocks) rounded_rows_of_blocks<BLOCKS_A_UNIT>(w[i], block, x, rows, out[i]);
