@@ -23,7 +23,7 @@ test: $(STAMP)
 # The native kernels' numeric tests in the tiers of ARM: cross-compiled here, run by qemu (tests/emulated.py). Without
 # both they are skipped: apt-get install g++-aarch64-linux-gnu qemu-user. Left out is what takes long and adds nothing
 # for another instruction set.
-EMULATED := tests/kernels/test_native_linear.py tests/kernels/test_native_pages.py tests/kernels/test_emulated.py \
+EMULATED := tests/kernels/test_native_linear.py tests/kernels/test_dense_products.py tests/kernels/test_native_pages.py tests/kernels/test_emulated.py \
 	tests/kernels/test_native_rounded.py tests/kernels/test_native_tables.py tests/kernels/test_recorder.py \
 	tests/kernels/test_attend_ragged.py tests/formats/test_sparse_layouts.py tests/pruning/test_contextual_sparsity.py \
 	tests/kernels/test_native_trellis.py tests/kernels/test_native_hadamard.py tests/kernels/test_native_packing.py \
@@ -56,6 +56,7 @@ test-env: $(STAMP)
 # finding ends the process and stands in its output; test_the_sanitizers_see_an_overrun, among these tests, shows that
 # one is seen.
 SANITIZED := tests/adversarial/test_native_indices.py tests/kernels/test_recorder.py \
+	tests/kernels/test_dense_products.py \
 	tests/kernels/test_native_pages.py tests/kernels/test_native_linear.py \
 	tests/formats/test_sparse_layouts.py tests/pruning/test_contextual_sparsity.py \
 	tests/kernels/test_native_rounded.py tests/kernels/test_native_tables.py tests/kernels/test_attend_ragged.py \

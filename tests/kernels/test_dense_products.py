@@ -59,3 +59,19 @@ def test_products_of_one_x(rows, width, tier):
         expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
         # float32 sums of exact products, rounded once
         torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [8, 512])
+def test_a_product_that_is_the_weight_of_the_next(rows, tier):
+    """Both of one x, and a third whose result may lie where a weight was that nobody needs any more."""
+    x, weight = torch.randn(rows, 64).bfloat16(), torch.randn(64, 64).bfloat16()
+
+    def forward():
+        similar = F.linear(x, F.linear(x, weight))
+        return similar, F.linear(x, x[:8] * 2), F.linear(x, weight[:rows])
+
+    capture = Capture(forward)
+    x.copy_(torch.randn(rows, 64))
+    for y, expected in zip(capture.replay(), forward()):
+        # sums of up to 64 products of numbers of about 8, rounded to 8 bits at both products
+        torch.testing.assert_close(y, expected, rtol=2**-6, atol=2)

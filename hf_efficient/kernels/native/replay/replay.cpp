@@ -2,8 +2,7 @@
 // between one op and the next.
 
 #include "dense_floats.h"
-#include "dense_tiles.h"
-#include "instruction.h"
+#include "dense_together.h"
 #include "look_ups.h"
 #include "selection.h"
 #include <initializer_list>
@@ -337,21 +336,6 @@ static bool look_up(const Instruction &in) {
         return look_up_rows(index, sizes[1], sizes[2], sizes[3], (const char *)in.a.data, (char *)in.y.data);
     if (sizes[3] == 2) return gather(index, sizes[1], sizes[2], (const uint16_t *)in.a.data, (uint16_t *)in.y.data);
     return gather(index, sizes[1], sizes[2], (const uint32_t *)in.a.data, (uint32_t *)in.y.data);
-}
-
-// The product `in`, and those behind it of the same x. Returns how many these are, of `left` instructions.
-static int64_t dense_together(const Instruction *in, int64_t left) {
-    DenseProduct products[MOST_DENSE_PRODUCTS];
-    int64_t count = 0;
-    for (const Instruction *at = in; count < std::min<int64_t>(left, MOST_DENSE_PRODUCTS); at++, count++) {
-        if (at->op != DENSE || at->a.data != in->a.data || at->a.type != in->a.type || at->sizes[1] != in->sizes[1] ||
-            at->sizes[3] != in->sizes[3])
-            break;
-        products[count] = {(const uint16_t *)at->b.data, (const uint16_t *)at->c.data, (uint16_t *)at->y.data,
-                           at->sizes[2]};
-    }
-    dense_products((const uint16_t *)in->a.data, products, count, in->sizes[1], in->sizes[3]);
-    return count;
 }
 
 // Returns 0, or the number (from 1 on) of the instruction that refused an index, a length or a block out of range.
