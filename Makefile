@@ -23,11 +23,11 @@ test: $(STAMP)
 # The native kernels' numeric tests in the tiers of ARM: cross-compiled here, run by qemu (tests/emulated.py). Without
 # both they are skipped: apt-get install g++-aarch64-linux-gnu qemu-user. Left out is what takes long and adds nothing
 # for another instruction set.
-EMULATED := tests/kernels/test_native_linear.py tests/kernels/test_dense_products.py tests/kernels/test_native_pages.py tests/kernels/test_emulated.py \
+EMULATED := tests/kernels/test_native_linear.py tests/kernels/test_native_pages.py tests/kernels/test_emulated.py \
 	tests/kernels/test_native_rounded.py tests/kernels/test_native_tables.py tests/kernels/test_recorder.py \
 	tests/kernels/test_attend_ragged.py tests/formats/test_sparse_layouts.py tests/pruning/test_contextual_sparsity.py \
 	tests/kernels/test_native_trellis.py tests/kernels/test_native_hadamard.py tests/kernels/test_native_packing.py \
-	tests/kernels/test_native_fake_quantize.py tests/kernels/test_native_binary.py
+	tests/kernels/test_native_fake_quantize.py tests/kernels/test_native_binary.py tests/kernels/test_dense_products.py
 NOT_EMULATED := 2.5 or 3.5 or 9000 or spans_grow or long_prompt or compiler_that_fails or one_pool or default_dtype or \
 	traces or gradients or (native_trellis and (1.5 or -3- or -5-)) or \
 	(native_binary and (torch.float16 or 192 or 1300 or finite or depend or captured)) or \
@@ -56,8 +56,7 @@ test-env: $(STAMP)
 # finding ends the process and stands in its output; test_the_sanitizers_see_an_overrun, among these tests, shows that
 # one is seen.
 SANITIZED := tests/adversarial/test_native_indices.py tests/kernels/test_recorder.py \
-	tests/kernels/test_dense_products.py \
-	tests/kernels/test_native_pages.py tests/kernels/test_native_linear.py \
+	tests/kernels/test_dense_products.py tests/kernels/test_native_pages.py tests/kernels/test_native_linear.py \
 	tests/formats/test_sparse_layouts.py tests/pruning/test_contextual_sparsity.py \
 	tests/kernels/test_native_rounded.py tests/kernels/test_native_tables.py tests/kernels/test_attend_ragged.py \
 	tests/kernels/test_native_trellis.py tests/kernels/test_native_hadamard.py tests/kernels/test_native_packing.py \
