@@ -1,5 +1,6 @@
 """The ways to generate that benchmarks/cpu_generate.py measures, each in a process of its own (`Worker`)."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -294,17 +295,16 @@ class Worker:
         return {"failed": f"the process ended with {self.process.wait()}: {self.errors.read()[-200:].strip()}"}
 
     def send(self, **ask) -> None:
-        try:
+        with contextlib.suppress(BrokenPipeError):  # `read` says what happened
             print(json.dumps(ask), file=self.process.stdin, flush=True)
-        except BrokenPipeError:
-            pass  # `read` says what happened
 
     def ask(self, **ask) -> dict:
         self.send(**ask)
         return self.read()
 
     def close(self) -> None:
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # what an ended process did not read
+            self.process.stdin.close()
         self.process.wait()
 
 

@@ -18,6 +18,15 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 WAYS = ("stock bf16", "ours int4", "llama.cpp")
 
 
+def test_an_engine_whose_process_ends_is_a_reason_and_no_error(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    program = sys.executable, "-c", "import os; os._exit(3)"
+    worker = importlib.import_module("cpu_generate_ways").Worker("stock bf16", "folder", 1, program)
+    worker.process.wait()
+    assert "the process ended with 3" in worker.ask(new=1)["failed"]
+    worker.close()  # what was not read is not written again
+
+
 @pytest.mark.slow
 def test_runs_through_on_tiny_sizes(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)

@@ -18,6 +18,7 @@ constexpr int ROWS_A_UNIT = 1024;  // of x that stay in the third-level cache
 template <class W> static void many(const W &w, const TileTerm *x, int64_t ld, int64_t rows, const Output &out) {
     const int64_t tiles = ceil_div(w.blocks, TILE_BLOCKS);
     int64_t units = ceil_div(rows, ROWS_A_UNIT);  // of rows
+    // Threads claim units: with few of them the last one would hold up the others.
     if (tiles * units < 8 * omp_get_max_threads()) units *= omp_get_max_threads();
     const int64_t unit_rows = ceil_div(ceil_div(rows, units), TILE_ROWS) * TILE_ROWS;
     units = ceil_div(rows, unit_rows);
