@@ -5,6 +5,7 @@ transformers has a list of the names, and one method that makes the cache. `cach
 its own: it runs `generate_batch`. In a generation config it is a `PagedCache` in the model's dtype.
 """
 
+import copy
 import functools
 
 from hf_efficient.integrations.transformers_releases import cache_name
@@ -33,6 +34,9 @@ def _by_name(original):
             is_decoders = self.config.is_encoder_decoder
             pages.check_continuation(model_kwargs.get("decoder_attention_mask" if is_decoders else "attention_mask"))
         kv_format = KV_FORMATS.get(generation_config.cache_implementation)
+        if generation_config.is_assistant and kv_format is not None:  # a draft in transformers' loop keeps one of its
+            generation_config, kv_format = copy.copy(generation_config), None
+            generation_config.cache_implementation = None
         if kv_format is None or generation_config.use_cache is False or cache is not None:
             return original(self, generation_config, model_kwargs, *args, **kwargs)
         from hf_efficient.cache.encoder_decoder_cache import EncoderDecoderPagedCache

@@ -178,10 +178,11 @@ def check_options(request: GenerationRequest) -> None:
         )
     if config.use_cache is False:
         raise ValueError("use_cache=False: speculation rewinds a cache, use_cache=True is needed")
-    if config.cache_implementation not in _CACHES:
+    if config.cache_implementation not in _CACHES and not isinstance(request.cache, kind_of_cache(model)):
         raise ValueError(
             f"cache_implementation={config.cache_implementation!r}: speculation runs on a PagedCache; leave "
-            "cache_implementation out, or pass past_key_values=PagedCache(model.config)"
+            'cache_implementation out, set it to "paged" or "paged_int8" in model.generation_config, or pass '
+            "past_key_values=PagedCache(model.config)"
         )
     for option in ("output_attentions", "output_hidden_states"):
         if getattr(config, option) and config.return_dict_in_generate:

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from helpers import save_tiny, tiny_model
+from draft_models import perturbed
+from helpers import save_tiny, tiny_model, tiny_tokenizer
 from transformers import GenerationConfig, pipeline
 
-from hf_efficient import PagedCache, PrefixCache
+from hf_efficient import PagedCache, PrefixCache, enable_speculation, optimize
 from hf_efficient.integrations import transformers_cache_names as names
 
 
@@ -35,6 +36,25 @@ def test_a_saved_generation_config_and_a_pipeline(name, tmp_path):
     output = pipe.model.generate(PROMPT, return_dict_in_generate=True)
     assert output.past_key_values.kv_format == names.KV_FORMATS[name]
     assert pipe("The river")[0]["generated_text"].startswith("The river")
+
+
+@pytest.mark.parametrize("prepare", [lambda model: model, optimize, enable_speculation], ids=["stock", "auto", "ours"])
+@pytest.mark.parametrize("names_of", [("paged_int8", None), ("paged", "paged"), (None, "paged_int8")])
+def test_drafts_over_a_cache_of_a_generation_config(prepare, names_of):
+    """Drafted by a model in generate() and in a pipeline, and from the prompt: the text is that without drafts."""
+    model = tiny_model("llama", hidden_size=128, eos_token_id=None, attn_implementation="flash_paged")
+    draft, options = perturbed(model, 0.1), dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
+    model.generation_config.cache_implementation, draft.generation_config.cache_implementation = names_of
+    pipe = pipeline("text-generation", model=model, tokenizer=tiny_tokenizer())
+    ids, text = model.generate(PROMPT, **options), pipe("The river", **options)
+    prepare(model)
+    for drafts in (dict(assistant_model=draft), dict(prompt_lookup_num_tokens=3)):
+        output = model.generate(PROMPT, **options, **drafts, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, ids)
+        if names_of[0] is not None:
+            assert output.past_key_values.kv_format == names.KV_FORMATS[names_of[0]]
+    drafted = pipeline("text-generation", model=model, tokenizer=tiny_tokenizer(), assistant_model=draft)
+    assert drafted("The river", **options) == text
 
 
 def test_a_pipeline_shares_prefixes_across_calls(tmp_path):
