@@ -17,9 +17,9 @@ _UNARY = {
     "sin": "SIN",
 }  # fmt: skip
 _BINARY = {"add": "ADD", "sub": "SUB", "mul": "MUL", "div": "DIV"}
-# Rows of products of the interpreter. On a Zen 5, 64 rows of SmolLM2-135M take 28 ms here, in torch 62 ms. With AMX
-# ours take a third of torch's time for 5 rows, and as long for 256. Where a CPU multiplies no bfloat16, torch takes
-# several times as long for any number of rows.
+# The most rows that the interpreter multiplies by a dense weight, with AMX or without; torch multiplies more. Where a
+# CPU has no instructions for bfloat16 products there is no limit, because torch takes several times as long there for
+# any number of rows.
 _MOST_DENSE_ROWS_OF_BF16, _MOST_DENSE_ROWS_OF_FLOATS = 512, 64
 
 _OF_BF16 = tiers.BF16, tiers.AMX, tiers.NEON_BF16
