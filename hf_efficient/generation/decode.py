@@ -30,12 +30,11 @@ def speculative_generate(
 
     draft_model: a model, a `Drafter`, or a `Speculation` around one. `generate()` passes no tokenizers, so a draft
         model must have the target's `vocab_size`.
-    token_streamer: a streamer. `generate()` keeps `streamer=` to itself: it would get the prompt and nothing else, and
-        its reader would wait forever.
-    inputs_tensor: what an encoder read; `generate()` passes it.
+    token_streamer: a streamer. Not `streamer=`, which `generate()` does not pass on: its reader would wait forever.
+    inputs_tensor: the encoder's input; `generate()` passes it.
 
-    Returns int64 [batch, length], or `SpeculativeOutput` under `return_dict_in_generate=True`. Raises ValueError,
-    before any forward, for what speculation cannot do.
+    Returns int64 [batch, length], or `SpeculativeOutput` with `return_dict_in_generate=True`. Raises ValueError before
+    any forward for options that speculation does not support.
     """
     if token_streamer is not None:
         token_streamer.put(input_ids.cpu())

@@ -29,22 +29,24 @@ def warm_up(
     prompt_tokens: Sequence[int] = PROMPTS,
 ) -> int:
     """Runs `model` once at each size, so that later `generate()` calls compile no kernel and capture no forward of new
-    tokens. Prompts of other lengths than `prompt_tokens` are captured when they are met for the second time.
+    tokens. Prompts of other lengths than `prompt_tokens` are captured when they occur for the second time.
 
-    On a CUDA device a new size compiles Triton kernels, 0.5 to 2 seconds each, and captures a CUDA graph. On a CPU
-    drafts of several sequences are verified end to end: all such sizes up to `max(widths)` tokens of each sequence are
-    captured, 15 at most. Captures of drafters that read hidden states are not made: they stand over another cache.
+    On a CUDA device a new size compiles Triton kernels, 0.5 to 2 seconds each, and captures a CUDA graph. On a CPU the
+    drafts of several sequences are verified without padding: all such sizes up to `max(widths)` tokens per sequence are
+    captured, at most 15. Captures for drafters that read hidden states are not made, because they use another cache.
 
     Args:
-        model: a causal LM whose calls the native loop takes (`hf-efficient doctor` says which).
-        batch_sizes: sequences of the calls to come.
+        model: a causal LM that the native loop serves (`hf_efficient.report(model)` says whether it does).
+        batch_sizes: numbers of sequences in later calls.
         widths: new tokens of a sequence in a forward: 1 for plain decoding, up to 1 + drafted tokens for speculation.
-        max_length: tokens that a sequence can reach, its prompt among them.
-        prompt_tokens: lengths of prompts; those beyond max_length are left out.
+        max_length: tokens of the longest sequence, prompt included.
+        prompt_tokens: lengths of prompts; those above max_length are left out.
 
-    Returns how many forwards of these numbers of sequences are captured now; some sizes share one.
+    Returns:
+        how many forwards of these numbers of sequences are captured now; some sizes share one.
 
-    Raises ValueError for a model whose forwards are not captured, and for sizes beyond those of a captured forward.
+    Raises:
+        ValueError: a model whose forwards are not captured, or sizes that are too large for a capture.
     """
     if reads_encoder(model):
         raise ValueError(f"model={type(model).__name__}: warm_up runs decoder-only models")

@@ -27,21 +27,23 @@ UNLIMITED = 2**31  # max_new_tokens of a draft with another tokenizer: the targe
 
 
 class AssistantDrafter(Drafter):
-    """Lets `model` continue every sequence, over a `PagedCache` of its own. In a sampled run it draws its drafts.
+    """Lets a smaller `model` continue every sequence, over a `PagedCache` of its own. In a sampled run it samples its
+    drafts.
 
-    As in transformers' assisted generation, `model.generation_config` says how far: `num_assistant_tokens` (20 when
-    unset) tokens, fewer after a token that the draft itself gives less probability than
-    `assistant_confidence_threshold` (0.4 when unset; 0 never stops).
+    As in transformers' assisted generation, `model.generation_config` sets the length of a draft:
+    `num_assistant_tokens` (20 if unset), and fewer after a token whose probability by the draft is below
+    `assistant_confidence_threshold` (0.4 if unset; 0 never stops).
 
     Args:
         model: a decoder-only causal LM with the target's tokenizer.
-        tokenizers: the target's and the draft's, with equal vocabularies; needed where the vocabulary sizes in the
-            configs differ (padded embeddings).
-        tree: propose a tree of up to so many tokens, 1 to 63, and draw none: at each depth the 4 most probable nodes
-            are continued, and the most probable of all are proposed (Li et al. 2024, "EAGLE-2"). One continuation is
-            proposed where logits processors read the ids, or the draft's attention takes no trees; None: always.
+        tokenizers: the target's and the draft's, with equal vocabularies. Needed if the vocabulary sizes in the configs
+            differ (padded embeddings).
+        tree: propose a tree of at most this many tokens, 1 to 63, without sampling: at each depth the 4 most probable
+            nodes are continued, and the most probable of all are proposed (Li et al. 2024, "EAGLE-2"). A single
+            continuation is proposed if logits processors read the ids, or if the draft's attention takes no trees.
+            None: always a single continuation.
 
-    Raises TypeError for what is no transformers model with `generate()`, ValueError for another `tree`.
+    Raises TypeError if `model` is no transformers model with `generate()`, ValueError for another `tree`.
     """
 
     draws = True

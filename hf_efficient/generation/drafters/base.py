@@ -9,23 +9,25 @@ from hf_efficient.generation.speculation.proposal import Proposal
 
 
 class Drafter(ABC):
-    """Guesses tokens for the live sequences of a `Sequences`. A drafter can only cost time, never change the output.
+    """Proposes the next tokens of the live sequences of a `Sequences`: those that have not ended. A drafter changes the
+    speed of a generation and never its output. One object serves many calls, one after the other.
 
-    The loop calls `begin` once before the first proposal; for drafters that read hidden states, after the target has
-    given each sequence its first token. Then, in each step: `propose` and `observe`, except in steps where drafting
-    does not pay; `accept` with the tokens that each sequence continued with; `select` when sequences have left the
-    batch. In a call in which drafting never pays, the loop calls none of them, or of drafters that watch only `begin`,
-    `accept`, `select` and `stirs`. Rows of all arguments are the live sequences, in their order. One drafter serves
-    many calls, one after the other.
+    The loop calls `begin` once, before the first proposal. Drafters that read hidden states begin after the target's
+    first forward. Then each step calls `propose` and `observe` (unless drafting pauses), then `accept`, and `select` if
+    sequences have left the batch. In a call in which drafting never pays nothing is called; of a drafter with
+    `watches`, only `begin`, `accept`, `select` and `stirs` are. All arguments have one entry per live sequence, in
+    their order.
 
-    max_tokens: how many tokens deep it guesses at most.
-    draws: its proposals have `probabilities`.
-    relative_cost: estimated seconds of drafting one token by those of a forward of the target, for drafters that draw.
-    computes: a proposal takes time for each sequence of the batch, one that has ended, too, as of a model.
-    reads_hidden: `begin` and `accept` are given hidden states of the target: what its output head reads, concatenated
-        with the outputs of the decoder layers `reads_layers` (indices from 0).
-    reads_logits: `observe` is called.
-    watches: `stirs` is called in steps in which drafting pauses, so `begin` and `accept` must be cheap.
+    Attributes:
+        max_tokens: the greatest depth of a proposal, in tokens.
+        draws: its proposals are sampled and have `probabilities`.
+        relative_cost: estimated time of drafting one token, relative to a forward of the target. Read of drafters with
+            `draws`.
+        computes: each sequence of a batch makes a proposal slower, also one that has ended, as with a draft model.
+        reads_hidden: `begin` and `accept` are given the target's hidden states: the input of its output head,
+            concatenated with the outputs of the decoder layers `reads_layers` (indices from 0).
+        reads_logits: `observe` is called.
+        watches: `stirs` is called while drafting pauses. `begin` and `accept` must then be cheap.
     """
 
     max_tokens: int
@@ -39,12 +41,12 @@ class Drafter(ABC):
 
     @property
     def hidden_layers(self) -> tuple[int, ...] | None:
-        """The decoder layers whose hidden states it reads besides those of the output head; None when it reads none."""
+        """`reads_layers`, or None if the drafter reads no hidden states."""
         return self.reads_layers if self.reads_hidden else None
 
     @property
     def remembered_by(self):
-        """The key of its acceptance statistics from call to call; it must be weakly referable."""
+        """The key under which acceptance statistics are kept between calls; it must support weak references."""
         return self
 
     def check(self, model) -> None:  # noqa: B027
@@ -59,34 +61,37 @@ class Drafter(ABC):
 
     @abstractmethod
     def begin(self, sequences: Sequences, hidden: torch.Tensor | None = None) -> None:
-        """Reads the prompts and the tokens already generated of the live sequences.
+        """Reads the prompts and the generated tokens of the live sequences.
 
-        hidden: float [rows, prompt_length, hidden size * (1 + layers)], the target's at each position of the prompts;
-            the i-th predicts token i + 1.
+        hidden: float [B, prompt_length, hidden size * (1 + layers)], the target's hidden states of the prompts.
+            Position i predicts token i + 1.
         """
 
     @abstractmethod
     def propose(self, limits: list[int], nodes: int) -> Proposal | None:
-        """Guesses at most `limits[row]` (>= 0) tokens deep and at most `nodes` (>= 1) tokens for each sequence; None
-        when no sequence has a guess."""
+        """Proposes tokens for each sequence b: at most `limits[b]` (>= 0) deep, and at most `nodes` (>= 1) in all. None
+        if no sequence has a proposal."""
 
     def observe(self, tokens: torch.Tensor, counts: torch.Tensor, logits: torch.Tensor) -> None:  # noqa: B027
-        """Sees the target's logits for a proposal: `logits` float [rows, width + 1, vocabulary], of what follows each
-        of `tokens` int64 [rows, width + 1], each sequence's last token and then its guesses, `counts` int64 [rows] of
-        which are real. Behind them tokens and logits mean nothing; counts is -1 for a sequence that has ended, of which
-        not even the last token was read."""
+        """Receives the target's logits for a proposal.
+
+        tokens: int64 [B, width + 1], the last token of each sequence, then its proposed tokens.
+        counts: int64 [B], the number of proposed tokens; what follows them is padding. -1 for a sequence that has
+            ended, whose row is all padding.
+        logits: float [B, width + 1, vocabulary], of the token after each of `tokens`.
+        """
 
     def stirs(self) -> int:
-        """Whether drafts may pay again, by the tokens accepted since the last call: how many in a row have occurred
-        before, 0 for too few. This takes microseconds, where a proposal would take a share of a forward."""
+        """Whether drafts may pay again: the number of accepted tokens in a row that repeat earlier text, 0 for too few.
+        Must take microseconds, because it is called in steps without a draft."""
         return 0
 
     @abstractmethod
     def accept(self, tokens: list[list[int]], hidden: torch.Tensor | None = None) -> None:
-        """Learns the tokens each sequence continued with: its accepted guesses and one token of the target's; none for
-        a sequence that has ended.
+        """Receives the tokens by which each sequence has grown: the accepted ones and one more from the target; none
+        for a sequence that has ended.
 
-        hidden: float [rows, longest, hidden size * (1 + layers)]; `hidden[b, i]` predicted `tokens[b][i]`.
+        hidden: float [B, longest, hidden size * (1 + layers)]; `hidden[b, i]` predicted `tokens[b][i]`.
         """
 
     @abstractmethod

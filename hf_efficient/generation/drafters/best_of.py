@@ -17,21 +17,22 @@ _DECAY, _PRIOR_TOKENS = 0.9, 3.0
 
 
 class BestOf(Drafter):
-    """Merges the proposals of several drafters into one tree, the most probable nodes first; a token that two drafters
-    propose is one node. `BestOf(PromptLookup(), TokenRecycling())` copies where there is something to copy and knows
-    common continuations elsewhere (Hu et al. 2024, "SAM Decoding", fall back so when the match is short).
+    """Merges the proposals of several drafters into one tree of the most probable nodes. A token that several drafters
+    propose at the same node is one node. `BestOf(PromptLookup(), TokenRecycling())` copies where the text repeats
+    itself, and proposes common continuations elsewhere (Hu et al. 2024, "SAM Decoding", fall back in this way when the
+    match is short).
 
-    Say a drafter gives a token probability b after some node, the drafters before it give that token a, and all the
-    tokens they propose there s. Then the token's probability is a + (1 - s) b: a later drafter gets what is left.
+    Let b be the probability that a drafter gives a token after some node, a the probability that the drafters before it
+    give it, and s the sum over all tokens that those propose there. The token then has the probability a + (1 - s) b.
 
-    How far to believe a drafter is learned in each sequence from the tokens that followed: one that is wrong there
-    loses its places in the tree to the others.
+    The weight of each drafter is learned in each sequence from the tokens that followed its proposals.
 
     Args:
-        drafters: at least two, the most trustworthy first; they must say how sure they are (`Proposal.confidence`).
+        drafters: at least two, the most reliable first. Their proposals must have `Proposal.confidence`.
 
-    Raises TypeError for what is no `Drafter`, and ValueError for fewer than two, for drafters whose tokens are drawn at
-    random, and at the first proposal without confidence.
+    Raises:
+        TypeError: an argument is no `Drafter`.
+        ValueError: fewer than two drafters, or one that samples its tokens; at the first proposal without confidence.
     """
 
     def __init__(self, *drafters: Drafter):
@@ -57,12 +58,12 @@ class BestOf(Drafter):
 
     @property
     def max_tokens(self) -> int:
-        """`SelfSpeculation` knows its own after `check`."""
+        """The largest of all drafters; that of `SelfSpeculation` is known after `check`."""
         return max(drafter.max_tokens for drafter in self.drafters)
 
     @property
     def reads_layers(self) -> tuple[int, ...]:
-        """Those of all drafters, each once. Published heads know theirs after `check`."""
+        """Those of all drafters, each once; those of published heads are known after `check`."""
         return tuple(dict.fromkeys(layer for drafter in self.drafters for layer in drafter.reads_layers))
 
     def _part(self, drafter: Drafter, hidden: torch.Tensor | None) -> torch.Tensor | None:

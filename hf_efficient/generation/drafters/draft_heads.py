@@ -20,26 +20,26 @@ KINDS = {"medusa": "MedusaHeads", "eagle": "EagleHead"}
 
 
 class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
-    """The base class of draft heads such as `MedusaHeads` and `EagleHead`. They guess from a part of the target's
-    vocabulary, the `draft_tokens` (Zhao et al. 2025, "FR-Spec"). They use the target's embeddings and output head, and
-    store neither.
+    """The base class of draft heads such as `MedusaHeads` and `EagleHead`: small modules that guess further tokens from
+    the target's hidden states. They guess from a part of the target's vocabulary, the `draft_tokens` (Zhao et al. 2025,
+    "FR-Spec"). They use the target's embeddings and output head, and store neither.
 
-    `from_pretrained(folder_or_repo)` loads either kind, `save_pretrained(folder)` writes `draft_heads.json` and
-    `draft_heads.safetensors`, `push_to_hub(repo)` publishes them.
+    `from_pretrained(folder_or_repo)` loads heads of any kind. `save_pretrained(folder)` writes `draft_heads.json` and
+    `draft_heads.safetensors`, and `push_to_hub(repo)` publishes them.
 
     Args:
-        target: `name`, `model_type`, `hidden_size`, `vocab_size` and `num_hidden_layers` of their model.
-        draft_tokens: how many tokens they guess from.
-        max_tokens: how many tokens deep they guess at most, >= 1.
+        target: `name`, `model_type`, `hidden_size`, `vocab_size` and `num_hidden_layers` of the target.
+        draft_tokens: how many tokens the heads guess from.
+        max_tokens: the greatest depth of a proposal, >= 1.
         shape: further integers that determine the sizes of the weights.
 
     Attributes:
-        nodes: tokens guessed at most a step and sequence, 1 to 63; may be set any time.
-        max_tokens: may be lowered any time.
-        temperatures: one number > 0 a depth: softmax(logits / temperature) is the measured probability that a guess is
-            right.
-        accuracies: one list a depth, of 1 to `draft_tokens` numbers: how often the r-th most probable guess was right,
-            on text not trained on.
+        nodes: the most tokens proposed per step and sequence, 1 to 63; may be set at any time.
+        max_tokens: may be lowered at any time.
+        temperatures: one number > 0 per depth. softmax(logits / temperature) is the measured probability that a guess
+            is right.
+        accuracies: one list per depth, of 1 to `draft_tokens` numbers: how often the r-th most probable guess was
+            right on held-out text.
     """
 
     kind: str

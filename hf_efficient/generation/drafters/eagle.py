@@ -13,13 +13,14 @@ SHALLOW_SHARE = 0.5  # of the training steps, the first ones: they train one gue
 class EagleHead(EagleLayer):
     """An EAGLE head (Li et al. 2024, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty").
 
-    A feature is what the target's output head reads. From a token and the feature that predicted it, one decoder layer
-    makes the next feature, and the target's output head turns that into probabilities of the next token; then the layer
-    continues from its own features. At accepted tokens it reads the target's features with the outputs of two of its
-    inner layers (as in EAGLE-3), and it caches its keys and values of all accepted tokens.
+    A feature is the input of the target's output head. One decoder layer reads a token and the feature that predicted
+    it, and computes the next feature; the target's output head turns that into probabilities of the next token. The
+    layer then continues from its own features. For accepted tokens it reads the target's features, with the outputs of
+    two of the target's inner layers (as in EAGLE-3), and caches its keys and values.
 
-    Args: `num_heads`, `num_key_value_heads`, `head_dim` and `intermediate_size` are those of the layer; for the others
-    see `DraftHeads`.
+    Args:
+        num_heads, num_key_value_heads, head_dim, intermediate_size: of the decoder layer.
+        target, draft_tokens, max_tokens: as in `DraftHeads`.
     """
 
     kind = "eagle"
@@ -57,6 +58,7 @@ class EagleHead(EagleLayer):
 
     @classmethod
     def for_model(cls, model, draft_tokens: int) -> "EagleHead":
+        """As `DraftHeads.for_model`: the sizes of the layer are those of the model's own layers."""
         config = model.config.get_text_config(decoder=True)
         heads, size = config.num_attention_heads, config.hidden_size
         key_value_heads = getattr(config, "num_key_value_heads", None) or heads

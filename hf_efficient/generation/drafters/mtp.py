@@ -15,14 +15,14 @@ _OF = WeakKeyDictionary()  # models -> what was read for `assistant_model="mtp"`
 
 
 class MultiTokenPrediction(EagleTree):
-    """The MTP module of `model`'s checkpoint (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2), as
-    DeepSeek-V3, GLM-4.5, Mellum, Qwen3-Next and Qwen3.5 have one. `assistant_model="mtp"` makes one and keeps it
-    with the model.
+    """The multi-token-prediction (MTP) module of `model`'s own checkpoint (DeepSeek-AI 2024, "DeepSeek-V3 Technical
+    Report", section 2.2), such as that of DeepSeek-V3, GLM-4.5, Mellum, Qwen3-Next and Qwen3.5.
+    `assistant_model="mtp"` creates this drafter and keeps it with the model.
 
-    From a token and the feature that predicted it, one more decoder layer makes the feature of the token after it, and
-    the model's output head reads that. Deeper guesses go on from the module's own features.
+    One decoder layer reads a token and the hidden state that predicted it, and computes the hidden state of the next
+    token, which the model's output head reads. Deeper guesses continue from the module's own hidden states.
 
-    Raises ValueError for a model whose checkpoint has no such module, or one that is not read.
+    Raises ValueError for a model whose checkpoint has no such module, or one of a kind that is not supported.
     """
 
     kind = "MTP"
@@ -39,6 +39,7 @@ class MultiTokenPrediction(EagleTree):
 
     @property
     def fuse(self) -> torch.Tensor:
+        """The weight that combines a token's embedding and hidden state."""
         return self.module.layers[0].eh_proj.weight
 
     def check(self, model) -> None:

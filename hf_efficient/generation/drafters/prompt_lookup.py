@@ -24,19 +24,19 @@ MOST_SHARED = 4  # other sequences with the same prompt that one looks into
 
 class PromptLookup(Drafter):
     """Finds the longest suffix of a sequence that occurred in it before, in prompt or output, and proposes what
-    followed (Saxena 2023, "Prompt Lookup Decoding"; Hu et al. 2024, "SAM Decoding").
+    followed there (Saxena 2023, "Prompt Lookup Decoding"; Hu et al. 2024, "SAM Decoding"). Needs no model.
 
-    Where several continuations were seen, the proposal is a tree of them, grown from the most probable node; the latest
-    and the most frequent are the most probable. A copy continues into its own output, so a repeated phrase is drafted
-    to full length. For an encoder-decoder, the encoder's text is searched, too. Sequences with the same prompt, such
-    as samples of it, are also searched for longer matches. How often matches of each length are right is learned from
-    every sequence, for later calls too. Needs no model; O(nodes) per step and sequence, and O(1) amortised per token,
-    on the host.
+    If several continuations have occurred, the proposal is a tree of them, grown from the most probable node: recent
+    and frequent continuations are more probable. A copy may continue into its own output, so a phrase that repeats
+    itself is drafted to full length. Of an encoder-decoder, the encoder's text is searched too. Sequences with the same
+    prompt are also searched in each other, for longer matches. How often matches of each length are right is learned
+    from every sequence, and kept for later calls. Costs O(nodes) per step and sequence and O(1) amortised per token, on
+    the host.
 
     `generate(prompt_lookup_num_tokens=n)` is `PromptLookup(n)`, with `max_matching_ngram_size` for `max_ngram`.
 
     Args:
-        num_tokens: how many tokens it proposes for a sequence at most, in one continuation or in a tree, >= 1.
+        num_tokens: the most tokens that it proposes for a sequence, in one continuation or in a tree, >= 1.
         max_ngram: length of the longest suffix looked up, >= 1; None: any length.
     """
 

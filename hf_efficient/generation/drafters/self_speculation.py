@@ -17,25 +17,24 @@ GROUP_SIZE = 32  # weights that share a scale: the kernels of all devices read i
 
 
 class SelfSpeculation(AssistantDrafter):
-    """Drafts with the target itself, made cheaper; the target does not change. Give `skip_layers` or `exit_layer`,
-    `bits`, or both.
+    """Drafts with the target itself in a cheaper form; the target does not change. Give `bits`, one of `skip_layers`
+    and `exit_layer`, or both.
 
-    Skipped layers take no memory but a cache of the others. Few-bit copies of the linear layers take `bits` + 0.75 bits
-    a weight in 16-bit models; the first call with a model makes them, and the first after a change of its weights.
+    A draft without layers takes no memory but its cache. Copies of the linear layers in few bits take `bits` + 0.75
+    bits a weight in 16-bit models. They are made in the first call with a model, and again after its weights change.
 
     >>> model.generate(**inputs, assistant_model=SelfSpeculation(bits=4))
 
     Args:
-        skip_layers: indices of the decoder's layers to leave out (Zhang et al. 2023, "Draft & Verify"; see `search`).
-        exit_layer: use only so many first layers, then the model's own norm and head, >= 1 (Elhoushi et al. 2024,
-            "LayerSkip": good drafts need a model trained for it).
-        bits: 2, 3, 4 or 8, of round-to-nearest copies in groups of 32 (as `WeightOnlyConfig` makes them).
-        num_tokens: how many to draft at most; None: `num_assistant_tokens` of the model's generation config, or 8. A
-            sequence stops early after a token of less probability than `assistant_confidence_threshold` there (0.4 when
-            unset).
+        skip_layers: indices of decoder layers to leave out (Zhang et al. 2023, "Draft & Verify"; see `search`).
+        exit_layer: run only this many first layers, then the model's own norm and output head, >= 1 (Elhoushi et al.
+            2024, "LayerSkip": good drafts need a model trained for it).
+        bits: 2, 3, 4 or 8: copies rounded to nearest in groups of 32, as `WeightOnlyConfig` makes them.
+        num_tokens: the most tokens of a draft; None: `num_assistant_tokens` of the model's generation config, or 8. A
+            draft ends early as in `AssistantDrafter`.
         tree: as in `AssistantDrafter`.
 
-    Raises ValueError for other arguments, and `check` for layers that the model does not have.
+    Raises ValueError for other arguments, and in `check` for layers that the model does not have.
     """
 
     def __init__(
@@ -112,12 +111,16 @@ class SelfSpeculation(AssistantDrafter):
     @classmethod
     @torch.no_grad()
     def search(cls, model, input_ids: torch.Tensor, number: int, **options) -> "SelfSpeculation":
-        """A drafter that skips `number` layers, 1 to all but one, chosen greedily: each time the layer without which
-        the draft's most probable token agrees with the whole model's at most positions of the text `input_ids` int64
-        [batch, length], without padding. Takes about `number` times as many forwards of the text as the model has
-        layers.
+        """A drafter that skips `number` layers, 1 to all but one, chosen greedily on a text.
 
-        options: as in `SelfSpeculation`. Raises ValueError for another number.
+        Each step leaves out the layer without which the draft's most probable token equals the whole model's at the
+        most positions. Takes about `number` times as many forwards of the text as the model has layers.
+
+        Args:
+            input_ids: the text, int64 [batch, length], without padding.
+            options: further arguments of `SelfSpeculation`.
+
+        Raises ValueError for another `number`.
         """
         kept = list(range(len(skippable_layers(model)[1])))
         if type(number) is not int or not 1 <= number < len(kept):

@@ -17,18 +17,19 @@ _MAX_COUNT = 2000.0  # trials of a rank and depth that later calls count
 
 
 class TokenRecycling(Drafter):
-    """Keeps the `candidates` most probable next tokens of every token of the vocabulary, as the target last predicted
-    them, also after rejected drafts. It proposes a tree of them: candidates of the sequence's last token, candidates of
-    those, and so on (Luo et al. 2024, "Turning Trash into Treasure: Accelerating Inference of Large Language Models
-    with Token Recycling"). Tokens of a prompt without a prediction have the token after them as their only candidate.
+    """Keeps, for every token of the vocabulary, the `candidates` most probable next tokens of the target's latest
+    prediction after it, also of rejected drafts. It proposes a tree: candidates of the sequence's last token,
+    candidates of those, and so on (Luo et al. 2024, "Turning Trash into Treasure: Accelerating Inference of Large
+    Language Models with Token Recycling"). A token of a prompt without a prediction has the token after it as its only
+    candidate.
 
-    Takes no model and no training; the table is int32 [vocabulary, candidates], 4 MB at 128k tokens. The ranks and
-    depths in the tree, and their order, follow from how often they were right. The tree is chosen once a call; the
-    first of its nodes whose token is known are proposed. Table and accuracies stay for later calls.
+    Needs no model and no training. The table is int32 [vocabulary, candidates], 4 MB at 128k tokens. The shape of the
+    tree follows from how often each rank was right at each depth. It is chosen once per call; nodes are left out where
+    no token is known. Table and accuracies are kept for later calls.
 
     Args:
         candidates: kept for each token, >= 1.
-        max_tokens: how many tokens deep it proposes, >= 1.
+        max_tokens: the greatest depth of a proposal, >= 1.
 
     Raises ValueError for other arguments, and for a target with another vocabulary size than the first one.
     """

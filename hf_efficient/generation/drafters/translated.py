@@ -15,11 +15,11 @@ _CHUNK = 32  # tokens of one forward: of layers with a window no more can be rew
 
 
 class TranslatedDrafter(AssistantDrafter):
-    """Lets a model with another tokenizer continue every sequence, over a cache of its own. Settings as in
+    """Lets a model with another tokenizer continue every sequence, over a cache of its own. Settings are those of
     `AssistantDrafter`. Neither method changes the target's output.
 
     - method "tokens": the draft's probabilities are restricted to the tokens that both vocabularies have, and the
-      target's tokens are drafted one by one, drawn in sampled calls (Timor et al. 2025, "Accelerating LLM Inference
+      target's tokens are drafted one by one, sampled in sampled calls (Timor et al. 2025, "Accelerating LLM Inference
       with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies", token-level intersection).
     - method "text": the draft continues greedily in its own tokens, and the target's tokenizer reads that text. For
       vocabularies with little in common.
@@ -27,9 +27,9 @@ class TranslatedDrafter(AssistantDrafter):
     Args:
         model: a decoder-only causal LM.
         tokenizer, assistant_tokenizer: the target's and the draft's.
-        method: None takes "tokens" where half of the smaller vocabulary is in both, else "text".
+        method: None takes "tokens" if both vocabularies share half of the smaller one, else "text".
 
-    Raises ValueError for a missing tokenizer, another method, and (in `check`) for vocabularies without a common token.
+    Raises ValueError for a missing tokenizer, another method, and in `check` for vocabularies without a common token.
     """
 
     def __init__(self, model, tokenizer, assistant_tokenizer, method: str | None = None):

@@ -19,10 +19,10 @@ class Speculation:
     Args:
         draft: a model with the target's tokenizer, or a `Drafter`.
         acceptance: None keeps the output of plain generation. `TypicalAcceptance()` accepts more tokens and changes it.
-        adaptive: draft as many tokens as pay, or none where none do. False: always draft as many as the drafter may. A
-            draft model whose `generation_config.num_assistant_tokens_schedule` is "constant" never adapts.
+        adaptive: draft as many tokens as save time, or none. False: always draft as many as the drafter may. A draft
+            model whose `generation_config.num_assistant_tokens_schedule` is "constant" never adapts.
 
-    Raises TypeError for anything else.
+    Raises TypeError for arguments of other types.
     """
 
     draft: PreTrainedModel | Drafter

@@ -13,11 +13,11 @@ from hf_efficient.generation.speculation.token_tree import ancestors
 
 @dataclass(frozen=True)
 class TypicalAcceptance:
-    """Accepts drafted tokens that are plausible to the target, also where it would have generated others (Cai et al.
-    2024, "Medusa", section 2.3.1).
+    """Accepts drafted tokens that are plausible to the target, even if it would have generated others (Cai et al. 2024,
+    "Medusa", section 2.3.1).
 
-    A drafted token x is accepted when p(x) > min(epsilon, delta * exp(-entropy of p)), with p the target's
-    distribution. Of several such continuations the longest wins. The output is **not** that of the target.
+    A drafted token x is accepted if p(x) > min(epsilon, delta * exp(-entropy of p)), with p the target's distribution.
+    Of several such continuations the longest is taken. The output is **not** that of the target.
 
     Raises ValueError for values outside (0, 1].
     """

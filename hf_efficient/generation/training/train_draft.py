@@ -41,45 +41,50 @@ def train_draft(
     draft=None,
     layers: int | None = None,
 ):
-    """Distils draft heads or a draft model from `model` and saves them in `output`; `generate(assistant_model=...)`
-    uses them.
+    """Trains draft heads or a draft model for `model` by distillation and saves them in `output`.
+    `generate(assistant_model=...)` uses them.
 
-    The model answers the prompts, half of them greedily and half sampled. Then heads of `kind` learn the model's
-    distributions on these answers (Zhou et al. 2023, "DistillSpec"). Of a model on a CPU the hidden states of every
-    token are saved: `3 * num_tokens * hidden_size` numbers of the model's dtype (what the output head reads, and the
-    outputs of two inner layers), and those of the prompts about a fifth of that. An accelerator computes them again for
-    every step, of up to 128 answers instead of 8 where there are many: it learns from millions of tokens in minutes
-    with a large `batch_size` and `num_tokens`, and then takes a larger `learning_rate`.
+    The model answers the prompts, half of them greedily and half sampled. Heads of `kind` then learn the model's
+    distributions on these answers (Zhou et al. 2023, "DistillSpec"). On a CPU the hidden states of every token are
+    saved: `3 * num_tokens * hidden_size` numbers of the model's dtype (the input of the output head and the outputs of
+    two inner layers), and about a fifth of that for the prompts. On an accelerator they are computed again in every
+    step, and a step has up to 128 answers instead of 8. It then learns from millions of tokens in minutes, with a large
+    `batch_size` and `num_tokens`, and a larger `learning_rate`.
 
-    With kind="model" the student is a small model, given as `draft` or made of the first and the best of the target's
-    layers. It learns the target's answers, and in half of the steps text that it drafts itself, by the Jensen-Shannon
-    divergence (DistillSpec, https://arxiv.org/abs/2310.08461).
+    With kind="model" the student is a small model, given as `draft` or made of `layers` of the target's layers. It
+    learns the target's answers, and in half of the steps text that it drafts itself, by the Jensen-Shannon divergence
+    (DistillSpec, https://arxiv.org/abs/2310.08461).
 
     Args:
         model: a decoder-only causal LM.
-        tokenizer: its tokenizer, with a padding token; its chat template, where it has one, wraps every prompt.
-        output: folder for the heads.
+        tokenizer: its tokenizer, with a padding token. Its chat template, if any, wraps every prompt.
+        output: folder for the heads or the model.
         kind: "eagle" or "medusa" heads, or "model".
-        prompts: what to ask; by default 7,899 everyday chat prompts and, where the tokenizer has a chat template, as
-            many again that the model writes itself.
+        prompts: what to ask; by default 7,899 everyday chat prompts and, if the tokenizer has a chat template, as many
+            again that the model writes itself.
         num_tokens: tokens of answers to learn from.
         epochs: how often each answer is seen.
-        minutes: a limit on the time: text generation ends after half of it, and training fits in the rest. None: no
-            limit. With kind="model" training takes all of the rest, whatever `epochs`, and a run that goes on keeps the
+        minutes: a limit on the time. Text generation ends after half of it, and training fits into the rest. None: no
+            limit. With kind="model" training takes all of the rest, whatever `epochs` is, and a resumed run keeps the
             minutes that it had for training.
         draft: for kind="model", a model of the target's vocabulary, which is trained in place.
-        layers: for kind="model" instead of `draft`: so many layers of the target are kept (`prune_structure`).
+        layers: for kind="model" instead of `draft`: the number of the target's layers to keep (`prune_structure`).
         draft_tokens: the heads guess from this many tokens, the most frequent ones of the answers; by default 4096. A
             model guesses from all.
-        max_new_tokens, batch_size: of the answers, and of those that are generated at a time.
+        max_new_tokens: the longest answer, in tokens.
+        batch_size: answers that are generated at a time.
         learning_rate: the peak of its schedule.
+        seed: of the sampled answers and of the order of training.
         cache: folder for text and progress. An interrupted run continues from it, with the same result up to rounding
-            in text that is generated again; heads of the other kind take their text from it. By default
+            in text that is generated again. Heads of the other kind take their text from it. By default
             `<output>-progress`, which is deleted at the end.
 
-    Returns the heads, with accuracies measured on the answers to held-out prompts (one in twenty); or the model, with
-    `expected_acceptance` measured there, the probability that a drafted token is accepted at temperature 1.
-    Raises ValueError, before anything is computed, for arguments that are not allowed, or a cache of another run.
+    Returns:
+        the heads, with accuracies measured on the answers to held-out prompts (one in twenty); or the model, with
+        `expected_acceptance` measured there: the probability that a drafted token is accepted at temperature 1.
+
+    Raises:
+        ValueError: before anything is computed, for arguments that are not allowed, or a cache of another run.
     """
     is_model = kind == "model"
     config = model.config.get_text_config(decoder=True)
