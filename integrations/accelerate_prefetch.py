@@ -13,13 +13,13 @@ from hf_efficient.integrations.transformers_compat import block_classes
 
 
 class LayerPrefetch:
-    """Reads the weights of the next layer from the disk while a layer computes, for a model that `device_map` keeps
-    there in part.
+    """Reads the weights of the next layer from the disk while a layer computes, for a model of which `device_map` keeps
+    a part on the disk.
 
-    A model that is larger than memory is loaded with `device_map="auto"`, `max_memory` and `offload_folder`, or with a
+    A model larger than memory is loaded with `device_map="auto"`, `max_memory` and `offload_folder`, or with a
     `device_map` that names "disk"; its weights may be compressed. accelerate then reads each weight when it is needed,
-    and drops it afterwards. With this object a thread reads those of the next decoder layer meanwhile; after the last
-    one those of the first, for the next token. The outputs have the same bits. Memory holds one layer more.
+    and drops it afterwards. With this object a thread reads the weights of the next decoder layer ahead; after the last
+    layer those of the first, for the next token. The outputs have the same bits. Memory holds one layer more.
 
     >>> model = AutoModelForCausalLM.from_pretrained(
     ...     folder, device_map="auto", max_memory={"cpu": "4GB"}, offload_folder="offload"
@@ -38,7 +38,7 @@ class LayerPrefetch:
     def attach(self, model: nn.Module) -> None:
         """Begins to read ahead.
 
-        Raises ValueError where this object serves a model already, or where no decoder layer of `model` is on the disk.
+        Raises ValueError if this object serves a model already, or if no decoder layer of `model` is on the disk.
         """
         if self._layers:
             raise ValueError("attach(): this LayerPrefetch serves a model already: make another, or detach() first")

@@ -21,21 +21,22 @@ def encoder_decoder_config(config):
 
 
 class EncoderDecoderPagedCache(EncoderDecoderCache):
-    """The cache of T5, BART, Marian, Whisper and their like: `generate(past_key_values=EncoderDecoderPagedCache(
-    model.config))`.
+    """The cache of encoder-decoder models such as T5, BART, Marian and Whisper:
+    `generate(past_key_values=EncoderDecoderPagedCache(model.config))`.
 
-    `self_attention_cache` is a `PagedCache` of the decoder's tokens, whose beams and samples share pages until one
-    writes. `cross_attention_cache` keeps what cross attention sees of the encoder's output once a source, however many
-    beams and samples read it, in the model's dtype.
+    `self_attention_cache` is a `PagedCache` of the decoder's tokens. Its beams and samples share pages until one of
+    them writes. `cross_attention_cache` stores the keys and values of cross attention once per source, in the model's
+    dtype, however many beams and samples read it.
 
-    A cache holds one generation. Whisper's long-form transcription runs several: leave `past_key_values` out there, and
-    set `model.generation_config.cache_implementation` to "paged" or "paged_int8", which makes a cache for each.
+    A cache serves one generation. Whisper's long-form transcription runs several: leave out `past_key_values` there,
+    and set `model.generation_config.cache_implementation` to "paged" or "paged_int8", which makes a cache for each.
 
     Args:
         config: the model's own config object (`model.config`).
         block_size, kv_format, num_blocks, memory: of the decoder's pages, as in `PagedCache`.
-        source_room: (sources, tokens of a source) to keep room for on a CPU, in tensors that stay where they are, for
-            captured forwards; None for as much as is stored.
+        source_room: (sources, tokens of a source) to allocate on a CPU in tensors that captured forwards can read
+            again;
+            None: as much as is stored.
 
     Raises ValueError as `PagedCache` does, and for models that are no encoder-decoders.
     """

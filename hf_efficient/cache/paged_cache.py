@@ -25,12 +25,12 @@ class PagedCache(DecodeStepMixin, MovesMixin, Cache):
     Under any other implementation `update` returns ordinary contiguous keys and values. Sequences that share a
     beginning (beam search, `num_return_sequences`) share its blocks until one writes.
 
-    Layers of sliding attention have blocks of their own, and free those that lie 64 tokens or more behind the window;
+    Layers with a sliding window have blocks of their own, and free those that lie 64 tokens or more before the window;
     `rewind` and `crop` raise ValueError when they would need freed tokens. With `prefix_cache`, `eviction` or int4 and
     int2 pages these layers keep all tokens.
 
-    A 2-D mask must agree with what is stored, and is checked. On an accelerator the mask of a forward of one new column
-    is not: reading it would wait for the device at every token.
+    A 2-D mask must agree with what is stored, and is checked. On an accelerator it is not checked in forwards of one
+    new token per sequence, because reading it would wait for the device at every token.
 
     Layers with a recurrent state (Mamba, gated delta nets, short convolutions) store it beside the pages of the other
     layers. Only speculation can rewind such layers. The cache then has no `decode_step`, eviction, prefix cache,
@@ -51,18 +51,18 @@ class PagedCache(DecodeStepMixin, MovesMixin, Cache):
 
     Args:
         config: the model's own config object (`model.config`): its attention implementation is read at every forward.
-            A cache that is pickled without its model has a copy of the config; `save` and `load` need none. One with
-            `prefix_cache` or `offload` is not pickled: TypeError.
+            A cache that is pickled without its model has a copy of the config; `save` and `load` need none. Pickling
+            one with `prefix_cache` or `offload` raises TypeError.
         block_size: tokens per block, a power of two from 8 to 256; by default 16, and 64 for "int4", 32 for "int2".
         kv_format: how keys and values are stored. "auto": the model's dtype. "int8", "fp8" (E4M3): about half the
             memory of bfloat16. "int4", "int2": 0.28 and 0.19 of it; the first block of every sequence and its last 128
-            tokens stay in the model's dtype, outside the blocks. The new tokens of a forward of more than 16 see each
-            other unquantized.
+            tokens stay in the model's dtype, outside the blocks. The new tokens of a forward of more than 16
+            attend to each other unquantized.
         num_blocks: blocks of a pool of fixed size in every layer, shared by all sequences; None for a pool that grows
             on demand.
-        memory: in place of `num_blocks`, the bytes that the blocks of all layers may take: an int, or "512MB", "2GiB".
-            The first forward, which shows dtype and heads, raises ValueError when not one block fits.
-        eviction: an `EvictionPolicy`: the layers of full attention keep only some of their tokens. Needs "flash_paged";
+        memory: instead of `num_blocks`, the bytes that the blocks of all layers may take: an int, or "512MB", "2GiB".
+            The first forward raises ValueError if not one block fits.
+        eviction: an `EvictionPolicy`: layers of full attention keep only some of their tokens. Needs "flash_paged";
             excludes num_blocks, memory, prefix_cache, offload, int4 and int2 pages, `decode_step`, `save` and rewinding
             to before the last eviction.
         prefix_cache: a `PrefixCache` of the same model, which keeps the common beginnings of prompts between
@@ -176,9 +176,9 @@ class PagedCache(DecodeStepMixin, MovesMixin, Cache):
         return recurrent_of(self.layers)
 
     def check_continuation(self, attention_mask: torch.Tensor | None) -> None:
-        """Raises ValueError where `generate()` cannot go on from this cache: it gives all sequences their next tokens
-        in the same column, and they end in different ones, as speculation leaves them where some ended early; or the
-        mask has other padding than what was stored.
+        """Raises ValueError if `generate()` cannot continue from this cache. It appends all next tokens in the same
+        column, so sequences must end in the same one; after speculation they may not. The mask must have the padding of
+        what was stored.
 
         attention_mask: [B, columns] as `generate()` takes it; None for no padding.
         """

@@ -39,36 +39,36 @@ class PrefixCache:
 
     Every forward over such a cache stores the blocks that it completes, of prompts and of generated tokens. A forward
     whose first tokens are stored is shortened: the stored blocks are copied into the cache, and the model runs on the
-    remaining columns, at least `logits_to_keep` of them. Its output equals that of the whole forward up to rounding.
-    The sequences of a batch are shortened by the same number of columns, up to the first difference in any of them.
+    remaining tokens, at least `logits_to_keep` of them. Its output equals that of the whole forward up to rounding.
+    All sequences of a batch are shortened by the same number of tokens, up to the first difference in any of them.
 
     These forwards are neither shortened nor stored, and are counted as `bypassed` in `stats()`: those with inputs other
     than token ids, 2-D masks and positions (embeddings, images, packed sequences, 4-D masks), those with an adapter for
     each sequence, those in training mode, and those with padding under an attention implementation that does not read
-    pages. A forward that returns the logits of every column (`logits_to_keep=0`, the default of a direct call), hidden
-    states, attentions or a loss is stored but not shortened. Tokens that a compiled forward or a replayed CUDA graph
-    appends are not stored, nor is what follows them.
+    pages. A forward that returns the logits of every position (`logits_to_keep=0`, the default of a direct call),
+    hidden states, attentions or a loss is stored but not shortened. Tokens that a compiled forward or a replayed CUDA
+    graph appends are not stored, nor are later ones.
 
-    Changes of active and merged adapters, autocast and weights are noticed. Other changes need a `clear()`: hooks that
-    are added or removed, other attributes of modules, and weights that torch does not see change: through `.data` (as
-    PEFT does when it unmerges, with rounding) or NumPy, and those of a model made in inference mode.
+    Changes of active and merged adapters, autocast and weights are noticed. Call `clear()` after other changes: added
+    or removed hooks, other attributes of modules, and weights changed where torch does not count it: through `.data`
+    (as PEFT does when it unmerges, with rounding) or NumPy, and of a model made in inference mode.
 
     Several threads may use one PrefixCache (on CUDA: on one stream).
 
     Args:
-        model: a decoder-only model for text. Its forward is hooked for as long as this object lives. A PEFT model
-            stands for the model inside.
-        num_blocks: blocks of the pool, each over all layers. When it is full, the least recently used ones make room.
-        memory: in place of `num_blocks`, the bytes that the pool may take: an int, or "512MB", "2GiB". The first
-            forward raises ValueError when not one block fits, or more than 16,777,216.
-        block_size: tokens of a block, as in the caches; None for their default.
-        kv_format: as in the caches. Under all but "auto" a cut prompt sees its beginning as it comes back from the
-            pages, as the next chunk of a chunked prefill does. "int4" and "int2" store tokens once they are quantized,
-            at the latest 256 tokens later; the first block of every beginning, which they do not quantize, takes memory
-            outside the pool.
-        offload: a `PrefixOffload`: blocks that leave the pool go to host memory, and from there to the disk.
+        model: a decoder-only model for text. Its forward is hooked for as long as this object lives. Of a PEFT model
+            the base model is taken.
+        num_blocks: blocks of the pool, each over all layers. When it is full, the least recently used ones are evicted.
+        memory: instead of `num_blocks`, the bytes that the pool may take: an int, or "512MB", "2GiB". The first
+            forward raises ValueError if not one block fits, or more than 16,777,216 do.
+        block_size: tokens of a block, as in the caches; None: their default.
+        kv_format: as in the caches. Under all but "auto" a shortened prompt attends to the stored, rounded keys and
+            values, as a later chunk of a chunked prefill does. "int4" and "int2" store tokens once they are quantized,
+            at most 256 tokens later. They do not quantize the first block of a prompt, which takes memory outside the
+            pool.
+        offload: a `PrefixOffload`: blocks that leave the pool move to host memory, and from there to the disk.
 
-    Raises ValueError for other arguments, and for models whose keys do not follow from the tokens before them.
+    Raises ValueError for other arguments, and for models whose keys depend on more than the tokens before them.
     """
 
     def __init__(

@@ -19,23 +19,23 @@ from hf_efficient.cache.stores.memory_budget import blocks_in
 
 
 class PrefixOffload:
-    """Where a `PrefixCache` keeps the blocks for which its pool has no room: `PrefixCache(model, memory="1GB",
-    offload=PrefixOffload("8GB"))`.
+    """Keeps the blocks for which the pool of a `PrefixCache` has no room in host memory and on the disk:
+    `PrefixCache(model, memory="1GB", offload=PrefixOffload("8GB"))`.
 
-    A block that leaves the pool goes to host memory, the one used longest ago from there to the disk, and from the disk
-    it is forgotten. It comes back when a prompt begins with it, bit for bit. What a prompt has more than the pool holds
-    lies there from the start.
+    A block that leaves the pool moves to host memory. The least recently used blocks there move to the disk, and the
+    least recently used ones on the disk are dropped. A block comes back, bit for bit, when a prompt begins with it. The
+    part of a prompt that exceeds the pool is stored in host memory directly.
 
-    Reading may take longer than computing. The speed of both is measured, and the cost of a token grows with its
-    position: so the leading tokens of a prompt are computed again, and the rest is read, where that is faster. This is
-    done for batches without padding.
+    Reading blocks may take longer than computing them. Both speeds are measured. The cost of a token grows with its
+    position, so the leading tokens of a prompt are computed again and the rest is read, if that is faster. This is done
+    for batches without padding.
 
     Args:
-        host_memory: bytes of host memory, an int or "512MB", "2GiB". Memory is taken for blocks that were written.
+        host_memory: bytes of host memory, an int or "512MB", "2GiB". Memory is allocated as blocks are written.
         disk: a folder for the blocks beyond that, in one safetensors file, which is deleted with the `PrefixCache`.
-        disk_memory: bytes of the file; needs `disk`. They are reserved when the first block is known.
+        disk_memory: bytes of the file, reserved when the size of a block is known; needs `disk`.
 
-    Raises ValueError for anything else.
+    Raises ValueError for other arguments.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from hf_efficient.experts import EfficientExperts, is_fused_experts, is_sorted_e
 class ExpertOffload:
     """Keeps some experts of each layer of a mixture on the device, and the others on the host or in files.
 
-    The outputs have the same bits as without it. Dense and compressed experts are served. Paper: Eliseev and Mazur,
+    The outputs have the same bits as without it. Dense and compressed experts are supported. Paper: Eliseev and Mazur,
     Fast Inference of Mixture-of-Experts Language Models with Offloading (https://arxiv.org/abs/2312.17238).
 
     >>> offload = ExpertOffload("8GB", policy="predicted", device="cuda")
@@ -28,16 +28,17 @@ class ExpertOffload:
     >>> offload.stats()["hit_rate"]
 
     Args:
-        device_memory: bytes of experts on the device, an int or "512MB", "2GiB". Every layer gets room for the same
-            number of them, at least one. Experts that are used and do not stay come on top, one at a time.
-        policy: which experts stay. "lru": those used last. "frequency": those used most often of late. "predicted": as
-            "lru", and the router of the next layer is asked ahead, with the inputs of this one, which experts to bring.
-        device: where the model computes; None for where it is. Everything but the experts is moved there.
-        disk: a folder for the experts, one mapped file a layer, deleted by `detach`, or with the model. None keeps them
-            in host memory. On a CPU only `disk` saves memory: the system drops pages of files, and never those of the
-            host.
+        device_memory: bytes of experts on the device, an int or "512MB", "2GiB". Every layer has room for the same
+            number of them, at least one. An expert that is used and does not stay takes memory in addition, one at a
+            time.
+        policy: which experts stay. "lru": those used last. "frequency": those used most often in recent forwards.
+            "predicted": as "lru"; the router of the next layer also runs ahead, on the inputs of this layer, and the
+            experts that it selects are copied.
+        device: where the model computes; None: where it is. Everything but the experts is moved there.
+        disk: a folder for the experts, one mapped file per layer, deleted by `detach` or with the model. None keeps
+            them in host memory. On a CPU only `disk` saves memory, because the system can drop pages of files.
 
-    Raises ValueError for anything else.
+    Raises ValueError for other arguments.
     """
 
     def __init__(
@@ -61,9 +62,9 @@ class ExpertOffload:
         """Offloads the experts of `model`, a mixture with all weights in memory.
 
         Raises:
-            ValueError: this object serves a model already; there are no experts that it can serve; their weights are on
-                the meta device or offloaded by accelerate; `device` for a model that a `device_map` spreads;
-                `device_memory` has no room for an expert a layer; a router that "predicted" cannot ask.
+            ValueError: this object serves a model already; the model has no experts that are supported; their weights
+                are on the meta device or offloaded by accelerate; `device` is given for a model that a `device_map`
+                spreads; `device_memory` has no room for one expert per layer; "predicted" does not support a router.
         """
         if self._attached:
             raise ValueError("attach(): this ExpertOffload serves a model already: make another, or detach() first")
@@ -108,9 +109,10 @@ class ExpertOffload:
     def stats(self) -> dict[str, int | float]:
         """Counts since `attach`, in experts.
 
-        `hits`, `misses`: that a forward read and that were on the device (or on their way), and others. `hit_rate`:
-        share of the hits. `prefetched`, `prefetched_used`: brought ahead, and those of them that were read.
-        `bytes_to_device`: copied. `experts`, `resident`: of all layers, and how many may stay on the device.
+        `hits`, `misses`: experts that a forward read and that were on the device (or being copied to it), and all
+            others.
+        `hit_rate`: share of the hits. `prefetched`, `prefetched_used`: copied ahead, and those of them that were read.
+        `bytes_to_device`: bytes copied. `experts`, `resident`: in all layers, and how many may stay on the device.
         """
         counts = asdict(self._counts)
         return {

@@ -17,11 +17,11 @@ class CompressedPrompt:
     """What is left of a prompt.
 
     Attributes:
-        text: the kept characters of the prompt, as they stood there.
+        text: the kept characters of the prompt, in its order and spelling.
         token_ids: the kept tokens, of the small model's tokenizer.
-        positions: where they stood among the prompt's tokens; ascending, unless documents were reordered.
+        positions: their indices among the prompt's tokens; ascending, unless documents were reordered.
         prompt_tokens: how many tokens the prompt had.
-        messages: of a chat, with shorter contents; else empty.
+        messages: the messages of a chat, with shorter contents; else empty.
     """
 
     text: str
@@ -34,23 +34,23 @@ class CompressedPrompt:
 class PromptCompressor:
     """Shortens prompts for any large model, by the probabilities that a small model gives to their tokens.
 
-    A causal language model drops words that it could have guessed from what is kept before them, segment by segment
-    (LLMLingua, https://arxiv.org/abs/2310.05736). With a question it spends the budget on the passages after which the
-    question is likeliest, and in them on the words that the question makes likelier (LongLLMLingua,
+    A causal language model drops words that it could have guessed from the kept words before them, segment by segment
+    (LLMLingua, https://arxiv.org/abs/2310.05736). With a question, the budget goes to the passages after which the
+    question is most probable, and in them to the words that the question makes more probable (LongLLMLingua,
     https://arxiv.org/abs/2310.06839). A token classifier with two labels, such as the published checkpoints of
-    LLMLingua-2 (https://arxiv.org/abs/2403.12968), needs one forward and drops what it would not keep.
+    LLMLingua-2 (https://arxiv.org/abs/2403.12968), needs one forward and drops the words least likely to be kept.
 
     Words are dropped whole. Scripts without spaces (Chinese, Japanese, Thai, Lao, Khmer, Burmese, Tibetan) are dropped
     token by token; combining marks stay with their letter. At least the shortest word stays.
 
     Args:
         model: a causal language model or a token classifier, or the folder or name of one.
-        tokenizer: of the model; may be left out where `model` is a folder or a name.
+        tokenizer: of the model; not needed if `model` is a folder or a name.
 
     Raises:
-        TypeError: where `model` is neither.
-        ValueError: for an encoder-decoder, another kind of model, a classifier without two labels, or a model without
-            a tokenizer.
+        TypeError: `model` is neither.
+        ValueError: an encoder-decoder, another kind of model, a classifier without two labels, or a model without a
+            tokenizer.
     """
 
     def __init__(self, model, tokenizer=None):
@@ -73,20 +73,19 @@ class PromptCompressor:
                 "documents" (lists of texts), which are joined by blank lines; or the messages of a chat. A list of
                 these gives a list of results, each as if it were alone. In a chat only what users and assistants say
                 gets shorter: system messages and the chat template stay. Special tokens always stay.
-            keep: share of the tokens that may be dropped which stay, above 0 and at most 1. `keep_words` stay even if
-                they are more.
-            tokens: the most tokens of the result, counted with the small model's tokenizer, with those that always
-                stay.
-            question: what the prompt is about; a list has one for each prompt. It stays wherever the prompt says it,
-                and is not added where it does not.
-            keep_words: words, as they are written, and other strings of characters that always stay.
-            reorder: whether the documents of a dict are put in the order of their worth for the question, best first.
+            keep: share of the droppable tokens that stay, above 0 and at most 1. `keep_words` stay even if they are
+                more.
+            tokens: the most tokens of the result, in the small model's tokenizer, including those that always stay.
+            question: what the answer must be about; a list has one for each prompt. It stays where the prompt contains
+                it, and is not added.
+            keep_words: words, in this spelling, and other strings that always stay.
+            reorder: sort the documents of a dict by their relevance to the question, best first.
 
         Raises:
             TypeError: for an argument of another type.
             ValueError: for a value out of range, an empty prompt or question or one with half of a character, fewer
-                `tokens` than must stay or than the shortest word has, more than there are, a question too long for the
-                model's positions, a question that a classifier cannot use because the prompt does not say it, or
+                `tokens` than must stay or than the shortest word has, more `tokens` than the prompt has, a question
+                longer than the model's positions, a question for a classifier that the prompt does not contain, or
                 `reorder` without documents and a question.
         """
         checks.check_budget(keep, tokens)

@@ -9,17 +9,19 @@ import torch
 
 
 class View(NamedTuple):
-    """What a scorer sees of one layer. n: tokens of the longest head of a sequence. W: queries.
+    """What a scorer reads of one layer. n: tokens of the longest head of a sequence. W: queries.
 
     keys, values: [B, Hk, n, D], [B, Hk, n, Dv], as stored (after the rotary embedding, in the model's dtype), in the
         order of the text. Heads may hold different tokens.
-    key_positions: int64 [B, Hk, n], tokens of the sequence before each key. present: bool [B, Hk, n], False behind the
-        end of a head.
-    queries: [B, Hq, W, D], the last ones, after the rotary embedding. query_positions: int64 [B, W], -1 for padding.
+    key_positions: int64 [B, Hk, n], positions of the keys in their sequence, from 0.
+    present: bool [B, Hk, n], False for padding after the last token of a head.
+    queries: [B, Hq, W, D], the last ones, after the rotary embedding.
+    query_positions: int64 [B, W], -1 for padding.
+    softmax_scale, softcap: of the attention; softcap 0 means none.
     budgets: tokens per head that each sequence is to keep, -1 for all.
     accumulated: float32 [B, Hk, n], the sums of what `Scorer.accumulate` returned; None for scorers that accumulate
         nothing.
-    rotate: (x [..., n, D], positions int64 that expand to [..., n]) -> x moved on by so many positions; None for
+    rotate: (x [..., n, D], positions int64 that expand to [..., n]) -> x rotated forward by these positions; None for
         scorers that do not need the rotary embedding.
     """
 
@@ -62,18 +64,19 @@ def check_positive(**arguments) -> None:
 
 
 class Scorer:
-    """Which tokens of a layer matter. A subclass defines `score`. It holds no state, because all layers share it.
+    """Scores the tokens of a layer. A subclass defines `score`. It holds no state, because all layers share it.
 
     Args:
-        recent: last tokens that always stay. Speculation cannot take back more than these of what it proposes together
-            with the prompt.
+        recent: last tokens that always stay. Of tokens drafted together with the prompt, speculation can take back at
+            most this many.
 
-    sinks: first tokens that always stay.
-    window: last queries that `score` is to see; fewer where there were fewer since the cache was empty.
-    accumulates: `accumulate` sees every query once.
-    needs_rotary: `score` uses `View.rotate`.
-    reindexes: every eviction moves the keys of the sinks, so that the tokens that stay are consecutive for the model.
-        Only right where all tokens but the sinks are the last ones.
+    Attributes:
+        sinks: first tokens that always stay.
+        window: the number of last queries that `score` reads; fewer if there are fewer since the cache was empty.
+        accumulates: `accumulate` is called with every query once.
+        needs_rotary: `score` uses `View.rotate`.
+        reindexes: every eviction moves the keys of the sinks, so that the kept tokens are consecutive for the model.
+            Only valid if the kept tokens are the sinks and the last ones.
     """
 
     sinks = 0
@@ -87,19 +90,20 @@ class Scorer:
         self.recent = recent
 
     def score(self, view: View) -> torch.Tensor:
-        """[B, Hk, n]: tokens with the highest scores stay. Those of sinks, recent and absent tokens are not used."""
+        """Scores [B, Hk, n]: the tokens with the highest ones stay. Those of sinks, recent tokens and padding are not
+        read."""
         raise NotImplementedError
 
     def accumulate(self, view: View) -> torch.Tensor:
-        """float32 [B, Hk, n], which is added to `View.accumulated`. `view.queries` are queries not seen before."""
+        """float32 [B, Hk, n] to add to `View.accumulated`. `view.queries` are the queries since the last call."""
         raise NotImplementedError
 
     def recent_tokens(self, budget: int) -> int:
-        """Last tokens that always stay when a head keeps `budget` tokens on average."""
+        """The number of last tokens that always stay if a head keeps `budget` tokens on average."""
         return self.recent
 
     def counts(self, scores: torch.Tensor, budgets: list[int]) -> list[list[int]]:
-        """Tokens that each head of each sequence keeps: `budgets[b]` on average, at most what it has.
+        """The number of tokens that each head of each sequence keeps: `budgets[b]` on average, at most what it has.
 
         scores: [B, Hk, n], inf for tokens that must stay, -inf for absent ones.
         """
@@ -107,19 +111,19 @@ class Scorer:
 
 
 class EvictionPolicy:
-    """How many tokens each layer keeps: `PagedCache(model.config, eviction=EvictionPolicy(SnapKV(), budget=0.5))`.
+    """Bounds the tokens of each layer: `PagedCache(model.config, eviction=EvictionPolicy(SnapKV(), budget=0.5))`.
 
     Args:
-        scorer: which tokens stay: `SinkWindow`, `HeavyHitter`, `TOVA`, `SnapKV`, `ExpectedAttention`, `KeyNorm`,
-            `Distinctive` or `AdaKV`, or a `Scorer` of your own.
-        budget: tokens that a key head keeps on average: an int, or a float between 0 and 1, the share of the tokens
-            seen, which is never less than the scorer's sinks and recent tokens.
-        when: "prefill": after a prompt, which is the first forward and every later one of more than 64 columns (a
-            further chunk, or the next turn of a chat). Other forwards are not watched. "always": whenever a forward
-            leaves more than the budget. Because an eviction takes as long as tens of new tokens, it then goes below the
-            budget, by a block of the cache less one token or an eighth of the budget, whichever is more (after a prompt
-            always by the block), so the budget should be many blocks. The tokens of a forward of up to 64 columns
-            outlive it where the budget has room for them, so that speculation can take them back.
+        scorer: chooses the tokens that stay: `SinkWindow`, `HeavyHitter`, `TOVA`, `SnapKV`, `ExpectedAttention`,
+            `KeyNorm`, `Distinctive` or `AdaKV`, or a `Scorer` of your own.
+        budget: tokens that a key head keeps on average. An int, or a float between 0 and 1 for a share of the tokens
+            read so far, at least the scorer's sinks and recent tokens.
+        when: "prefill" evicts after a prompt: the first forward, and each later one of more than 64 new tokens per
+            sequence (a further chunk, or the next turn of a chat). "always" evicts whenever a forward leaves more than
+            the budget. An eviction takes as long as tens of new tokens. So it then goes below the budget, by a block
+            less one token, or by an eighth of the budget if that is more and the forward was no prompt. The budget
+            should be many blocks. The tokens of a forward of up to 64 stay if the budget has room for them, so that
+            speculation can take them back.
 
     Raises ValueError for other arguments.
     """
@@ -142,10 +146,10 @@ class EvictionPolicy:
             )
 
     def target(self, seen: int) -> int:
-        """Tokens per head that a sequence may hold after `seen` tokens."""
+        """Tokens per head that a sequence may hold after it has read `seen` tokens."""
         return self.budget if isinstance(self.budget, int) else max(math.ceil(self.budget * seen), self.least)
 
     def left(self, target: int, block_size: int, is_prompt: bool) -> int:
-        """Tokens per head that an eviction leaves in a sequence that may hold `target`."""
+        """Tokens per head that remain after an eviction in a sequence that may hold `target`."""
         slack = 0 if self.when == "prefill" else block_size - 1
         return max(target - (slack if is_prompt else max(slack, target // 8)), self.least)

@@ -8,13 +8,14 @@ from hf_efficient.cache.eviction.expected_attention import ExpectedAttention
 
 
 class Distinctive(ExpectedAttention):
-    """Ranks tokens by their expected attention or by how far their key stands apart, whichever rank is better.
+    """Ranks tokens by their expected attention or by how much their key differs from the others, whichever rank is
+    better.
 
-    What is read often keeps perplexity low, but a name or a number is read only when it is asked for; its key stands
-    apart. Among the n tokens of a head ranks go from 1 (highest) to 1/n. The first rank is that of Expected Attention.
-    The second, times `weight`, is that of minus the cosine between a key and the mean direction of the keys, all
-    rotated back to before the rotary embedding, which makes equal keys differ. The scores of a head are its cosines,
-    dealt out in the order of the better rank, so that under `AdaKV(Distinctive(), floor=0.5)` heads whose keys differ
+    Tokens that are read often keep perplexity low. A name or a number is read only when it is asked for, but its key
+    differs from the others. Among the n tokens of a head ranks go from 1 (highest) to 1/n. The first rank is that of
+    Expected Attention. The second, times `weight`, is by descending difference: minus the cosine between a key and the
+    mean direction of the keys, without the rotary embedding. Sorted by the better rank, the tokens of a head get its
+    differences in descending order as scores. So under `AdaKV(Distinctive(), floor=0.5)` the heads whose keys differ
     most keep more tokens.
 
     Papers: Devoto et al., Expected Attention (2510.00636); Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction

@@ -13,9 +13,9 @@ from hf_efficient.cache.stores.tiered import TieredStore
 
 
 class Offload:
-    """Limits the device memory of several `PagedCache`s: pages beyond it move to the host or the disk. The results have
-    the same bits as without it where forwards are not compiled. (On an accelerator `generate` compiles those over a
-    pool of fixed size, and never with an `Offload`.)
+    """Limits the device memory of several `PagedCache`s: pages beyond the limit move to the host or the disk. The
+    results have the same bits as without it, as long as forwards are not compiled. (On an accelerator `generate`
+    compiles forwards over a pool of fixed size, and never with an `Offload`.)
 
     When the pages on a device exceed the limit, those that are needed last leave: first the layers of the caches that
     ran longest ago (idle chats), then the layer that the running cache has just used (a context larger than the
@@ -28,15 +28,16 @@ class Offload:
 
     Args:
         device_memory: bytes of pages that may stay on each device, an int or "512MB", "2GiB". Two layers of the running
-            cache stay whatever it is. Pages of a model on the CPU leave for other host memory: there only the disk
-            saves any.
-        host_memory: bytes of host memory for the pages that left; needs `disk`. None for no limit.
-        disk: a folder for the pages beyond that, one memory-mapped safetensors file a layer, deleted when it is read or
-            its cache is. They are read when they are needed, not ahead.
+            cache always stay. The pages of a model on the CPU move within host memory, so there only `disk` saves
+            memory.
+        host_memory: bytes of host memory for the pages that left; needs `disk`. None: no limit.
+        disk: a folder for the pages beyond that, one memory-mapped safetensors file per layer. A file is deleted when
+            it is read, or with its cache. Files are read when they are needed, not ahead.
 
-    bytes_to_device, bytes_to_host, bytes_to_disk: copied so far.
+    Attributes:
+        bytes_to_device, bytes_to_host, bytes_to_disk: bytes copied so far.
 
-    Raises ValueError for anything else.
+    Raises ValueError for other arguments.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Offload:
         return self  # a copied cache shares the memory with the others
 
     def use(self, store: TieredStore) -> None:
-        """Brings the pages of `store` to its device, and begins to bring those of the layer after it."""
+        """Copies the pages of `store` to its device, and starts to copy those of the layer after it."""
         self._turns += 1
         store.tiers.turn = self._turns
         following = store.tiers.after(store)
