@@ -42,7 +42,7 @@ def learning() -> str:
     whole = [f"{dense[text]['perplexity_dense']:.2f}" for text in ("wikipedia", "news")]
     rows.append(["bfloat16", "", "", "", "", whole[0], "", "", whole[1], ""])
     header = (
-        "model | share of text | tokens | CPU minutes | H100 seconds | before | after | goal | news before | news after"
+        "model | share of text | tokens | minutes | H100 seconds | before | after | goal | news before | news after"
     )
     return markdown(header, "lrrrrrrrrr", rows)
 

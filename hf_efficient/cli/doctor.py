@@ -1,4 +1,4 @@
-"""`hf-efficient doctor`: what this machine can do, and why something is off."""
+"""`hf-efficient doctor`: what this machine can do, and why something is slow or missing."""
 
 import argparse
 import dataclasses

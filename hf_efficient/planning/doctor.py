@@ -42,7 +42,7 @@ OPTIONAL = {
     "gguf": "the sample model of demo (extra demo)",
     "peft": "adapters (extra peft)",
     "optimum": "optimum-cli (extra optimum)",
-    "bitsandbytes": "comparisons with bitsandbytes (extra bitsandbytes)",
+    "bitsandbytes": "the optimizer adamw_8bit (extra bitsandbytes)",
     "kernels": "kernels from the Hub",
 }
 VARIABLES = {
