@@ -34,9 +34,9 @@ class CalibrationConfig:
             interrupted run resumes there.
         seed (int; default 0): seed of the order in which documents are drawn, and of tokens that the model generates.
         minutes (number above 0; default None): after its blocks are compressed, tune the whole model for this time on
-            the next-token distributions of the original one: what `refine` tunes, norms and biases. Needs
-            `refine=True` in a `WeightOnlyConfig`. It runs on the model's device, and takes 16 bytes for each of its
-            weights. None: no such tuning.
+            the next-token distributions of the original one: all that `refine` tunes, and norms and biases. Needs
+            `refine=True` in a `WeightOnlyConfig`. It runs on the model's device, and takes 16 bytes of memory per
+            compressed weight. None: no such tuning.
         own_text ("sampled", "random" or None; default None): which tokens to take where none of the four sources is
             given. "sampled": text that the model writes (LLM-QAT, https://arxiv.org/abs/2305.17888). "random": tokens
             of its vocabulary, drawn uniformly; enough for methods that read only the size of each channel. None means

@@ -23,25 +23,25 @@ class SparseConfig(CompressionConfig):
         average.
         pattern ("n:m", as "2:4"; default None): n kept of every m neighbours along in_features, which m must divide.
         method (str; default "wanda"): how the zeros are chosen; a file of `hf_efficient/pruning`, see
-            `available_pruning_methods`. "magnitude" needs no data; the others need `calibration`, for example "wanda"
-            (https://arxiv.org/abs/2306.11695), "sparsegpt" (https://arxiv.org/abs/2301.00774) and "alps"
+            `available_pruning_methods`. "magnitude" needs no data. The others read a calibration text, for example
+            "wanda" (https://arxiv.org/abs/2306.11695), "sparsegpt" (https://arxiv.org/abs/2301.00774) and "alps"
             (https://arxiv.org/abs/2406.07831).
         group ("row", "layer" or None; default None): which weights compete where there is no pattern: those of a row
             (every output keeps the same number) or of the whole layer. None: as in the method's paper.
         allocation ("uniform" or "owl"; default "uniform"): "owl" (https://arxiv.org/abs/2310.05175): layers with more
-            outliers keep more; needs `calibration`, and no pattern.
+            outliers keep more, by a calibration text; not with `pattern`.
         refine (bool; default False): after each block, tune the kept weights by gradient on the block's outputs, before
-            they become codes; needs `calibration`.
+            they become codes.
         weights (`WeightOnlyConfig` or a dict of its arguments; default None): the kept weights are stored as codes
-            instead of values (method "rtn", "mse", "hqq" or "gptq", no codebook). With "gptq" the kept weights take
-            back one another's rounding errors under the mask, so after "sparsegpt" or "alps" both steps lower the same
-            output error.
+            instead of values (method "rtn", "mse", "hqq" or "gptq", no codebook). With "gptq" the kept weights
+            compensate each other's rounding errors under the mask, so after "sparsegpt" or "alps" both steps lower the
+            same output error.
         modules_to_not_convert (list of str; default None): globs of modules to leave as they are.
         overrides (dict of glob -> fields; default None): other schemes for single modules.
         quantize_lm_head (bool; default False): also prune the output embedding, which must not be tied to the input
             one.
         calibration (`CalibrationConfig` or a dict of its arguments; default None): the text that data-aware methods
-            see.
+            read. None: text that the model writes itself.
         dequantize (bool; default False): turn a pruned checkpoint back into an ordinary model when loading it.
         version (int; default 1): layout of a saved checkpoint; only 1 is read.
 

@@ -15,24 +15,24 @@ class W8A8Config(CompressionConfig):
 
     Args:
         dtype ("int8", "fp8" or "fp8_e5m2"; default "int8"): of the codes; "fp8" is float8 E4M3. "fp8_e5m2": weights in
-            E5M2, of wider range and half the precision, with inputs in E4M3.
+            E5M2, which has a wider range and half the precision, and inputs in E4M3.
         method (str; default "absmax"): "absmax": symmetric grids. "zeropoint": int8 grids that span the range of
             weights and of activations. "smoothquant" (https://arxiv.org/abs/2211.10438): absmax weights after scales
-            have moved outliers from the activations to the weights; needs `calibration`; int8 activations span their
-            range. "llm_int8" (https://arxiv.org/abs/2208.07339): outlier columns of the activations stay in 16 bits.
+            have moved outliers from the activations to the weights, by the calibration text; int8 activations span
+            their range. "llm_int8" (https://arxiv.org/abs/2208.07339): outlier columns of the activations stay in 16
+            bits.
         activations ("dynamic" or "static"; default "dynamic"): "dynamic": one scale per token, fp8 with block weights
             one for 128 columns of a token. "static": one scale, observed on the text of `calibration`.
         weights ("channel", "tensor" or "block"; default "channel"): what shares a scale: an output row, the whole
             weight, or, for fp8, a block of 128 x 128.
         threshold (number > 0; default 6.0): "llm_int8" without `outlier_columns`: a column with a magnitude of at least
             this is an outlier, found anew in every call.
-        outlier_columns (int >= 0; default 0): "llm_int8": this many columns, those of the largest mean square on the
-            text of `calibration`, are the outliers instead. Their weights stay in 16 bits too, the other int8
-            activations span their range, and a result does not depend on what else is in the batch. fp8 has no other
-            way of "llm_int8".
-        observer ("absmax", "percentile", "entropy", "mse" or None; default None): of static activations; None means the
-            best that was measured: "mse" for int8, "absmax" for fp8 and for "smoothquant", which has moved the
-            outliers away. "entropy" and "mse" are for int8.
+        outlier_columns (int >= 0; default 0): "llm_int8": the outliers are this many columns, those of the largest mean
+            square on the calibration text. Their weights stay in 16 bits too, the other int8 activations span their
+            range, and a result does not depend on the rest of the batch. fp8 supports "llm_int8" only in this way.
+        observer ("absmax", "percentile", "entropy", "mse" or None; default None): chooses the range of static
+            activations. None: the best that was measured: "mse" for int8, "absmax" for fp8 and for "smoothquant",
+            which moves the outliers into the weights. "entropy" and "mse" are for int8.
         percentile (number above 50, at most 100; default 99.99): "percentile": the percentage of values that is not
             clipped.
         rotate (bool; default False): spread outliers of the inputs by random Hadamard rotations before they are rounded
@@ -41,7 +41,7 @@ class W8A8Config(CompressionConfig):
         overrides (dict of glob -> fields; default None): other schemes for single modules.
         quantize_lm_head (bool; default False): also quantize the output embedding.
         calibration (`CalibrationConfig` or a dict of its arguments; default None): the text that data-aware methods
-            see.
+            read. None: text that the model writes itself.
         dequantize (bool; default False): turn a quantized checkpoint back into an ordinary model when loading it.
         input_scale (bool; default False): set by calibration for modules whose input is multiplied by stored factors.
         version (int; default 1): layout of a saved checkpoint; only 1 is read.

@@ -56,54 +56,56 @@ class WeightOnlyConfig(CompressionConfig):
             method="pb_llm" 1. In an override of the experts of a mixture also a list: the bits of each.
         group_size (int or None; default "auto"): weights that share a scale: a positive multiple of 8, -1 for one group
             per output channel, None for one scale for the whole tensor. "auto" is -1 with 8 bits or a trellis, 32
-            with "mxfp4" or quality="best", 16 with "nvfp4", 128 with method="billm", -1 with "pb_llm", else 64. On CPU
-            the fast kernels take -1 with 8 bits, and multiples of 32 with 4 bits.
+            with "mxfp4" or quality="best", 16 with "nvfp4", 128 with method="billm", -1 with "pb_llm", else 64. The C++
+            kernels store codes in more bits if it is no multiple of 16 (2 bits) or 32 (3 bits); the Triton kernels
+            need a multiple of 32.
         symmetric (bool; default "auto"): zero is the middle of the grid and no zero point is stored. False stores a
-            zero point per group. "auto" is True with 8 bits and group_size="auto", but for method="hqq".
+            zero point per group. "auto" is True with 8 bits and group_size="auto", except for method="hqq".
         method (str; default "auto"): how codes, scales and zero points are chosen; a file of `hf_efficient/methods`,
             see `available_methods`. "rtn" (round to nearest), "mse" (clipped for the least squared error), "hqq" and
             "kmeans" need no data, though "mse" and "kmeans" are better with it. "gptq"
-            (https://arxiv.org/abs/2210.17323) and "awq" (https://arxiv.org/abs/2306.00978) see `calibration`, or text
-            that the model writes itself where none is given. "billm" (https://arxiv.org/abs/2402.04291; bits=2),
+            (https://arxiv.org/abs/2210.17323) and "awq" (https://arxiv.org/abs/2306.00978) read `calibration`, or text
+            that the model writes itself. "billm" (https://arxiv.org/abs/2402.04291; bits=2),
             "db_llm" (https://arxiv.org/abs/2402.11960; bits=2) and "pb_llm" (https://arxiv.org/abs/2310.00034; bits=1
-            for most weights, 8 for the salient tenth) store few magnitudes in formats of their own, and run as 8 bits
-            do. "slim_llm" (https://arxiv.org/abs/2405.14917; bits=2 or 3) is "gptq" with a bit more for the groups of
-            columns that matter most and one less for as many others. "yaqa" (https://arxiv.org/abs/2505.22988; grids
-            and trellises) rounds for the divergence of the whole model instead of each layer's output error; it needs
-            a causal language model, a backward pass, and 4 bytes of memory for the square of each layer's outputs.
-            "auto" is what `quality` says.
-        quality ("fast", "balanced", "best" or None; default None): how long making the model may take, where `method`
-            is left out. "fast" takes seconds and no text: "mse" with inputs from random tokens, "rtn" with 8 bits.
-            Where such a model cannot be run while loading (several devices, tensor parallelism, no token ids as
-            input), it is "hqq" with float zero points. "balanced" and "best" take minutes: "gptq" with `refine`, with
-            few and many windows of text (codebooks are refined by "best" with "trellis", else where `refine` says so);
-            "best" has groups of 32. None is "balanced" where `calibration` is given, else "fast".
+            for most weights, 8 for the salient tenth) store few magnitudes in formats of their own. On CPUs kernels
+            read the 2 bits of the first two; "pb_llm", and on GPUs all three, run as 8 bits. "slim_llm"
+            (https://arxiv.org/abs/2405.14917; bits=2 or 3) is "gptq" with a bit more for the groups of columns that
+            matter most and one less for as many others. "yaqa" (https://arxiv.org/abs/2505.22988; grids and trellises)
+            minimises the divergence of the whole model instead of each layer's output error. It needs a causal language
+            model, a backward pass, and 4 * outputs^2 bytes of memory per layer. "auto" is what `quality` chooses.
+        quality ("fast", "balanced", "best" or None; default None): chooses the method by the time that it takes, if
+            `method` is left out. "fast" takes seconds and no text: "mse" with inputs from random tokens, "rtn" with 8
+            bits. For a model that cannot run while it is loaded (several devices, tensor parallelism, no token ids as
+            input), it is "hqq" with float zero points. "balanced" and "best" take minutes: "gptq" with `refine`, on few
+            and on many windows of text. "best" has groups of 32. Codebooks are refined only by "best" with "trellis",
+            or if `refine` is True. None is "balanced" if `calibration` is given, else "fast".
         codebook ("nf4", "fp4", "mxfp4", "nvfp4", "kmeans", "trellis" or None; default None): codes are indices into a
             table instead of points of a grid. "nf4" (https://arxiv.org/abs/2305.14314) and "fp4" have 4 bits. "mxfp4"
-            (https://arxiv.org/abs/2310.10537) and "nvfp4" are the FP4 of today's hardware, E2M1 with a scale for 32 or
-            16 weights in 8 bits. "kmeans" learns tables of 2, 3 or 4 bits. "trellis" (QTIP,
-            https://arxiv.org/abs/2406.11235) lets neighbouring weights of a column share bits and has one scale a row.
-            It lost least of all that was measured at 2 to 4 bits, and takes minutes to make.
+            (https://arxiv.org/abs/2310.10537) and "nvfp4" are formats of hardware: E2M1 with a scale of 8 bits for 32
+            or 16 weights. "kmeans" learns tables of 2, 3 or 4 bits. "trellis" (QTIP,
+            https://arxiv.org/abs/2406.11235) lets neighbouring weights of a column share bits and has one scale per
+            row. It lost least of all methods measured at 2 to 4 bits, and takes minutes.
         double_quantization (bool; default False): also store the scales of a codebook in 8 bits (QLoRA).
         rotate (bool; default "auto": True with codebook="trellis" or activation_bits): spread outliers by random
             Hadamard rotations (QuIP, https://arxiv.org/abs/2307.13304; QuaRot, https://arxiv.org/abs/2404.00456). The
             inverse is applied to the input unless it folds into other weights.
-        refine (bool; default False): after each block, tune scales and rounding by gradient on the block's outputs;
-            needs `calibration`. With codebook="trellis" factors of rows and of inputs, and no codes.
-        mixed_precision (bool; default False): give each layer as many bits as it needs, `bits` on average, and so each
-            expert of a mixture: those that tokens reach often, and whose errors raise the loss more, get more. Along a
-            trellis fused experts do not: they have the next fewer bits that a trellis can have. Needs `calibration`.
+        refine (bool; default False): after each block, tune scales and rounding by gradient on the block's outputs,
+            over the calibration text. With codebook="trellis", tune a factor per row and per input, and no codes.
+        mixed_precision (bool; default False): `bits` is the average. Layers, and experts of a mixture, get more bits
+            if their errors on the calibration text raise the loss more, and experts also if many tokens reach them.
+            With codebook="trellis" all fused experts have the largest number of bits up to `bits` that a trellis
+            can have.
         int8_on_cpu (bool or "auto"; default "auto"): with the C++ kernels, layers of bfloat16 models round their inputs
             to 8 bits, with a scale for every 64 columns of a row: faster prompts and batches at a small loss. A value
             that is more than twice as large as the other 63 is not rounded, like an outlier in LLM.int8(). "auto"
             rounds in forwards of at least 32 tokens (8 on CPUs without AVX-512 BF16) where that is faster: on x86 CPUs
-            without AMX, with groups of at least 32 columns, codes of 8 bits on those with VNNI. True rounds in all
-            forwards; with AMX only in those of at most 32 tokens, because prompts are faster without. It is False for
-            codebooks and methods with their own formats.
-        activation_bits (4, 6 or None; default None): also round the inputs of layers, so that 4 is W4A4 and 6 is W4A6,
-            or with bits=6 W6A6: every 16 columns of a row have a grid that spans their range. `refine` tunes weights
-            for rounded inputs, but not those of fused experts. Nothing gets faster: the rounded inputs are stored as
-            floats. This shows what a model would lose.
+            without AMX, with groups of at least 32 columns, and for codes of 8 bits only with VNNI. True rounds in all
+            forwards; with AMX only in those of at most 32 tokens, because prompts are faster unrounded. It is False
+            for codebooks and methods with their own formats.
+        activation_bits (4, 6 or None; default None): also round the inputs of layers: 4 is W4A4, 6 is W4A6, or with
+            bits=6 W6A6. Every 16 columns of a row have a grid that spans their range. `refine` tunes weights for
+            rounded inputs, except those of fused experts. Nothing gets faster, because rounded inputs are stored as
+            floats: the option shows what a model would lose.
         modules_to_not_convert (list of str; default None): globs (see `module_matches`) of modules to leave as they
             are, in addition to the output embedding and the modules tied to it.
         overrides (dict of glob -> fields; default None): other schemes for single modules, for example
@@ -114,16 +116,15 @@ class WeightOnlyConfig(CompressionConfig):
         embeddings (bool; default False): also quantize the input embedding, whose rows are dequantized when they are
             looked up: in 8 bits with a scale a row, by "rtn", whatever the other arguments say. An override that
             matches its name changes that: `{"*embed_tokens": {"bits": 4}}` means groups of 64 with zero points, by
-            "mse". It may set bits (8 or 4), group_size, symmetric, int8_on_cpu, and a method that needs no data. Codes
-            of an embedding that the output embedding is tied to serve both, unless `quantize_lm_head` gives that its
-            own.
+            "mse". It may set bits (8 or 4), group_size, symmetric, int8_on_cpu, and a method that needs no data. A tied
+            output embedding shares the codes, unless `quantize_lm_head=True` gives it its own.
         calibration (`CalibrationConfig` or a dict of its arguments; default None): the text that data-aware methods
-            see. None: text that the model writes itself.
+            read. None: text that the model writes itself.
         dequantize (bool; default False): turn a quantized checkpoint back into an ordinary model when loading it.
         input_scale (bool; default False): set by calibration for modules whose input is multiplied by stored factors.
-        zero_point ("integer", "float" or "minimum"; default "auto"): what an asymmetric grid stores. Only method="hqq"
-            chooses "float", and does so by "auto" below 8 bits; else "auto" is "integer". "minimum" means `w = code *
-            scale + minimum`; like `scale_dtype` and `input_order` it is only read from checkpoints of other libraries
+        zero_point ("integer", "float" or "minimum"; default "auto"): what an asymmetric grid stores. "auto" is "float"
+            for method="hqq" below 8 bits, the only one that supports it, else "integer". "minimum" means `w = code *
+            scale + minimum`. It, `scale_dtype` and `input_order` are for checkpoints of other libraries
             (`hf_efficient.adopt`).
         scale_dtype ("float16", "bfloat16", "float32" or None; default None): dtype of stored scales; None: the
             weight's.
