@@ -92,7 +92,7 @@ def __dir__() -> list[str]:
 
 def register() -> None:
     """Registers the quantizers and attention implementations with transformers. Idempotent; import calls it."""
-    integrations = ("registration", "attention", "attention_choice", "warnings")
+    integrations = ("registration", "loading", "attention", "attention_choice", "warnings")
     with _without_collections():
         for name in (*(f"integrations.transformers_{name}" for name in integrations), "checkpoints.adopt"):
             importlib.import_module(f"hf_efficient.{name}").register()

@@ -12,18 +12,21 @@ import huggingface_hub
 
 
 class HubDirectory:
-    """`root/<owner>/<name>` is a repository. `requests` are (method, path), `headers` the Authorization of each;
-    `fail(request)` may raise to break a connection."""
+    """`root/<owner>/<name>` is a repository, `root/<owner>/<name>@<revision>` another revision of it. `requests` are
+    (method, path), `authorizations` the Authorization of each; `fail(request)` may raise to break a connection. Where
+    `token` is set, repositories are gated: they open for this one only."""
 
     def __init__(self, root: Path):
         self.root, self.requests, self.authorizations, self.blobs = root, [], [], {}
-        self.fail = lambda request: None
+        self.fail, self.token = lambda request: None, None
 
     def handle(self, request: httpx2.Request) -> httpx2.Response:
         path = request.url.path
         self.requests.append((request.method, path))
         self.authorizations.append(request.headers.get("authorization"))
         self.fail(request)
+        if self.token is not None and request.headers.get("authorization") != f"Bearer {self.token}":
+            return httpx2.Response(401, headers={"X-Error-Code": "GatedRepo"})
         parts = path.strip("/").split("/")
         body = request.read()
         if path == "/api/repos/create":
@@ -40,11 +43,19 @@ class HubDirectory:
             return self._api(parts[1:], body)
         if parts[-1] == "batch":
             return self._lfs(json.loads(body))
-        return self._file("/".join(parts[:2]), "/".join(parts[4:]), request.method)
+        return self._file("/".join(parts[:2]), parts[3], "/".join(parts[4:]), request.method)
+
+    def _revision(self, repo: str, asked: str) -> tuple[Path, str]:
+        """(folder, commit) of the revision of `repo` that `asked` names or is the commit of."""
+        for folder in (self.root / repo).parent.glob(f"{Path(repo).name}@*"):
+            commit = hashlib.sha1(folder.name.encode()).hexdigest()
+            if asked in (folder.name.partition("@")[2], commit):
+                return folder, commit
+        return self.root / repo, "0" * 40
 
     def _api(self, parts: list[str], body: bytes) -> httpx2.Response:
         repo = "/".join(parts[1:3])
-        folder = self.root / repo
+        folder, commit = self._revision(repo, parts[4] if len(parts) > 4 else "main")
         if not folder.is_dir():
             return httpx2.Response(404, headers={"X-Error-Code": "RepoNotFound"})
         if parts[3:4] == ["preupload"]:
@@ -65,7 +76,7 @@ class HubDirectory:
                 200, json=[{"type": "file", "path": n, "size": (folder / n).stat().st_size, "oid": "0"} for n in names]
             )
         siblings = [{"rfilename": name} for name in names]
-        return httpx2.Response(200, json={"id": repo, "sha": "0" * 40, "siblings": siblings, "tags": []})
+        return httpx2.Response(200, json={"id": repo, "sha": commit, "siblings": siblings, "tags": []})
 
     def _lfs(self, asked: dict) -> httpx2.Response:
         def upload(entry):
@@ -86,14 +97,15 @@ class HubDirectory:
         url = f"https://huggingface.co/{folder.relative_to(self.root).as_posix()}/commit/" + "0" * 40
         return httpx2.Response(200, json={"success": True, "commitUrl": url, "commitOid": "0" * 40})
 
-    def _file(self, repo: str, name: str, method: str) -> httpx2.Response:
-        path = self.root / repo / name
+    def _file(self, repo: str, revision: str, name: str, method: str) -> httpx2.Response:
+        folder, commit = self._revision(repo, revision)
+        path = folder / name
         if not path.is_file():
-            code = "EntryNotFound" if (self.root / repo).is_dir() else "RepoNotFound"
-            return httpx2.Response(404, headers={"X-Error-Code": code, "X-Repo-Commit": "0" * 40})
+            code = "EntryNotFound" if folder.is_dir() else "RepoNotFound"
+            return httpx2.Response(404, headers={"X-Error-Code": code, "X-Repo-Commit": commit})
         content = path.read_bytes()
         etag = hashlib.sha256(content).hexdigest()
-        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": "0" * 40, "Content-Length": str(len(content))}
+        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit, "Content-Length": str(len(content))}
         return httpx2.Response(200, headers=headers, content=b"" if method == "HEAD" else content)
 
 

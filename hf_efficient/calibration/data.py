@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from hf_efficient.calibration.own_text import own_tokens
 from hf_efficient.configs.calibration import CalibrationConfig
+from hf_efficient.integrations.transformers_loading import of_this_call
 
 
 _SEPARATOR = "\n\n"
@@ -49,6 +51,36 @@ def load_tokens(config: CalibrationConfig, tokenizer) -> torch.Tensor:
             f"sequence_length={config.sequence_length} need {wanted}: {advice}"
         )
     return torch.tensor(found[:wanted]).view(config.num_samples, config.sequence_length)
+
+
+def load_tokenizer(name_or_path: str, files=None):
+    """The tokenizer for the calibration text.
+
+    Args:
+        name_or_path: of its model.
+        files: paths of the weights that the running call of `from_pretrained` found: the tokenizer is that of their
+            revision, reached with the arguments of the call. None for one that is reached without arguments.
+
+    Raises:
+        ValueError: there is none. The message tells no token.
+    """
+    from transformers import AutoTokenizer
+
+    place = _place(files) if files else {}
+    try:
+        return AutoTokenizer.from_pretrained(name_or_path, **place)
+    except (OSError, ValueError) as error:
+        shown = [argument for argument in ("cache_dir", "revision", "subfolder") if place.get(argument)]
+        given = "".join(f", {argument}={place[argument]!r}" for argument in shown)
+        raise ValueError(
+            f"{name_or_path}{given} has no tokenizer for the calibration text ({error}): "
+            "give CalibrationConfig(tokens=...)"
+        ) from error
+
+
+def _place(files) -> dict:
+    commit = re.search(r"/snapshots/([0-9a-f]{40})/", Path(files[0]).as_posix())
+    return of_this_call() | ({"revision": commit[1]} if commit else {})
 
 
 def check_place(name: str, config: CalibrationConfig) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import importlib.util
-import re
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_efficient.calibration import own_text
 from hf_efficient.calibration.allocation import MOST
 from hf_efficient.calibration.asked_gradients import asked_gradients, check_memory
-from hf_efficient.calibration.data import load_tokens
+from hf_efficient.calibration.data import load_tokenizer, load_tokens
 from hf_efficient.calibration.steps import refinement, transforms
 from hf_efficient.configs.calibration import CalibrationConfig
 from hf_efficient.integrations.transformers_compat import block_classes
@@ -39,7 +38,8 @@ def prepare(config, schemes: dict, device_map, model, files=None) -> None:
         config: its `calibration` is replaced by a copy, which holds the tokens where they come from elsewhere.
         schemes: module name -> its config, of the modules to calibrate.
         model: on the meta device.
-        files: paths of its weights, or None. The tokenizer is that of their folder and revision.
+        files: paths of its weights, or None. The tokenizer is that of their folder and revision, reached with the
+            arguments of the call of `from_pretrained` in which this runs.
 
     Raises:
         ValueError: a model without text of its own where none is given; too little calibration text, no tokenizer for
@@ -73,7 +73,7 @@ def prepare(config, schemes: dict, device_map, model, files=None) -> None:
     check_memory(model, schemes, device_map)
     if config.calibration.source in ("texts", "dataset"):
         with torch.device("cpu"):  # transformers calls this where new tensors are meta tensors
-            config.calibration.tokens = load_tokens(config.calibration, _tokenizer(model.name_or_path, files))
+            config.calibration.tokens = load_tokens(config.calibration, load_tokenizer(model.name_or_path, files))
 
 
 def check_text(calibration, config, name_or_path: str) -> None:
@@ -89,31 +89,7 @@ def check_text(calibration, config, name_or_path: str) -> None:
             f"sequence_length={calibration.sequence_length} is more than the {positions} positions of the model"
         )
     if Path(calibration.dataset).expanduser().exists() or importlib.util.find_spec("datasets") is None:
-        load_tokens(calibration, _tokenizer(name_or_path))
-
-
-def _tokenizer(name_or_path: str, files=None):
-    from transformers import AutoTokenizer
-
-    place = _place(name_or_path, files[0]) if files else {}
-    try:
-        return AutoTokenizer.from_pretrained(name_or_path, **place)
-    except (OSError, ValueError) as error:
-        given = "".join(f", {argument}={value!r}" for argument, value in place.items() if value)
-        raise ValueError(
-            f"{name_or_path}{given} has no tokenizer for the calibration text ({error}): "
-            "give CalibrationConfig(tokens=...)"
-        ) from error
-
-
-def _place(name_or_path: str, file: str) -> dict[str, str]:
-    """Where `file` of a model is from, as `from_pretrained` takes it: transformers tells a quantizer only the name."""
-    folder = Path(file).parent
-    if Path(name_or_path).is_dir():
-        is_below = folder.is_relative_to(name_or_path) and folder != Path(name_or_path)
-        return {"subfolder": folder.relative_to(name_or_path).as_posix()} if is_below else {}
-    found = re.match(r"(.*)/models--[^/]+/snapshots/([0-9a-f]{40})(?:/(.+))?$", folder.as_posix())
-    return {"cache_dir": found[1], "revision": found[2], "subfolder": found[3] or ""} if found else {}
+        load_tokens(calibration, load_tokenizer(name_or_path))
 
 
 def _check_one_device(device_map: dict) -> None:

@@ -1,5 +1,6 @@
 """Which tokenizer the calibration text is read with."""
 
+import json
 import shutil
 
 import pytest
@@ -43,3 +44,13 @@ def test_that_of_the_revision(saved, subfolder, tmp_path, monkeypatch):
     (repository / "refs" / "main").write_text(newest)
     where = {"revision": asked, "subfolder": subfolder, "cache_dir": tmp_path}
     AutoModelForCausalLM.from_pretrained("owner/name", **where, quantization_config=CONFIG)
+
+
+def test_one_with_code_of_its_own_that_the_caller_trusts(saved, tmp_path):
+    folder = shutil.copytree(saved / "own", tmp_path / "coded")
+    code = "from transformers import PreTrainedTokenizerFast as Fast\n\n\nclass CodedTokenizer(Fast):\n    pass\n"
+    (folder / "coded.py").write_text(code)
+    path = folder / "tokenizer_config.json"
+    own = {"tokenizer_class": "CodedTokenizer", "auto_map": {"AutoTokenizer": [None, "coded.CodedTokenizer"]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, quantization_config=CONFIG)

@@ -19,6 +19,7 @@ from hf_efficient.compression.structured_pruning.repair import stages_of
 from hf_efficient.compression.structured_pruning.streams import Streams
 from hf_efficient.configs.calibration import CalibrationConfig
 from hf_efficient.configs.checks import check, check_flags, is_number
+from hf_efficient.integrations.transformers_loading import of_model
 from hf_efficient.observers.hooks import frozen
 from hf_efficient.pruning.structured import METHODS
 
@@ -45,8 +46,8 @@ def prune_structure(
             intermediate_size and hidden_size.
         calibration: text, which every method but "l1" needs, and so does `repair`; by default text that the model
             writes itself. Computed where the model is: `device`, `checkpoint_dir` and `minutes` are refused.
-        tokenizer: for text that is not tokens; by default that of `model.name_or_path`. Give it for a model of a
-            subfolder or of another revision than the newest, which loaded models do not record.
+        tokenizer: for text that is not tokens; by default what lies beside the files that the model was loaded
+            from.
         repair: whether the weights that are left are solved anew by least squares, layer by layer; by default where
             text is read.
 
@@ -116,7 +117,7 @@ def _tokenizer(model: nn.Module, calibration: CalibrationConfig):
     if calibration.source not in ("texts", "dataset"):
         return None
     try:
-        return AutoTokenizer.from_pretrained(model.config.name_or_path)
+        return AutoTokenizer.from_pretrained(model.config.name_or_path, **of_model(model))
     except (OSError, ValueError) as error:
         name = model.config.name_or_path
         raise ValueError(f"the tokenizer of {name!r} cannot be read ({error}): give tokenizer=...") from error
