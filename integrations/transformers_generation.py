@@ -50,9 +50,8 @@ class SpeculativeGenerationMixin:
         class MyModel(SpeculativeGenerationMixin, LlamaForCausalLM): ...
 
     or `enable_speculation(model)` for a model that is already loaded. `assistant_model="mtp"` drafts with the
-    multi-token-prediction module of the model's checkpoint, and so does `use_mtp=True` for more than one sequence, and
-    for models with recurrent layers. For one sequence of another model, that remains transformers' own, as does DFlash
-    drafting by a model.
+    multi-token-prediction module of the model's checkpoint. `use_mtp=True` does so for several sequences, and for
+    models with recurrent layers; otherwise transformers' own loop runs, as it does for a DFlash model as assistant.
     """
 
     @wraps(GenerationMixin.generate)
@@ -143,13 +142,15 @@ class AutomaticGenerationMixin(SpeculativeGenerationMixin):
 
 
 def enable_speculation(model: PreTrainedModel) -> PreTrainedModel:
-    """Gives `model` the `SpeculativeGenerationMixin`, in place, and returns it. Doing it twice changes nothing.
+    """Adds the `SpeculativeGenerationMixin` to the class of `model`, in place, and returns the model. A second call
+    changes nothing.
 
-    The class keeps its name and module, so saving writes the same `architectures`. Models wrapped by PEFT are reached
-    through `model.get_base_model()`.
+    The class keeps its name and module, so saving writes the same `architectures`. Of a model wrapped by PEFT, pass
+    `model.get_base_model()`.
 
-    Raises TypeError for anything that is not a transformers model with `generate()`, ValueError for a model that
-    several processes share (tensor parallelism).
+    Raises:
+        TypeError: `model` is no transformers model with `generate()`.
+        ValueError: several processes share the model (tensor parallelism).
     """
     if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
         raise TypeError(
@@ -168,14 +169,14 @@ def enable_speculation(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def optimize(model: PreTrainedModel) -> PreTrainedModel:
-    """Makes `generate()` of any loaded model as fast as this package can without changing what it answers, in place,
-    and returns the model.
+    """Lets the native decoding loop serve `generate()` of any loaded model, in place, and returns the model. The output
+    does not change.
 
-    That means the native decoding loop, on CPUs and CUDA devices, which quantized models and those loaded with
-    `attn_implementation="flash_paged"` have from the start. Calls that it does not take are left to transformers.
-    Where the model cannot have it, a warning says why; `hf_efficient.report(model)` says it again.
+    The native loop runs on CPUs and CUDA devices. Quantized models and those loaded with
+    `attn_implementation="flash_paged"` have it from the start. Calls that it does not support are left to transformers.
+    A model that cannot have it gets a warning with the reason, which `hf_efficient.report(model)` repeats.
 
-    Raises TypeError for anything that is not a transformers model.
+    Raises TypeError if `model` is no transformers model.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(

@@ -36,11 +36,11 @@ def to_bitnet(
     checkpoint_dir=None,
     **training,
 ) -> tuple[nn.Module, dict[str, float]]:
-    """A ternary student of `model`, which stays as it is and is the teacher.
+    """Trains a ternary student of `model`. `model` does not change and is the teacher.
 
-    The weights -1, 0 and 1, their scales and the norms are learned by `recover`, with inputs in 8 bits, in the format
-    of `BitNetConfig`: `save_pretrained` writes it, and `export(student, folder, "bitnet")` writes what transformers
-    reads with its own `BitNetQuantConfig`.
+    `recover` trains the weights -1, 0 and 1, their scales and the norms, with inputs in 8 bits. The student has the
+    format of `BitNetConfig`: `save_pretrained` writes that, and `export(student, folder, "bitnet")` writes what
+    transformers reads with its own `BitNetQuantConfig`.
 
     Args:
         model: a causal LM, not compressed.
@@ -48,9 +48,9 @@ def to_bitnet(
         norms: normalise the input of every ternary layer (SubLN of BitDistill, https://arxiv.org/abs/2510.13998). The
             weights of the norms start at the size of the inputs, measured on some of the text.
         dense: store five weights in a byte instead of four.
-        modules_to_not_convert: globs of layers that stay as they are, beside the output embedding.
-        warm_up: share of the training in which the rounding comes into effect
-            (https://huggingface.co/blog/1_58_llm_extreme_quantization); the start is then `model` itself.
+        modules_to_not_convert: globs of layers to leave as they are, in addition to the output embedding.
+        warm_up: share of the training in which rounding is introduced
+            (https://huggingface.co/blog/1_58_llm_extreme_quantization); training then starts at `model`'s weights.
         training: further arguments of `recover`: minutes or steps, batch_size, learning_rate, divergence, ...
 
     Returns:

@@ -17,12 +17,12 @@ _STATES, _OUTPUTS = 8, 4  # float32 tensors as wide as hidden states, and as the
 
 @dataclass(frozen=True)
 class DiskPlan:
-    """Bytes in memory at most, and on disk.
+    """Bytes that a run takes in memory at most, and on disk.
 
     Args:
-        process: what this process holds already, with what it will load, and Python's objects for so many tensors.
+        process: of this process before the run, with libraries that it will load and the Python objects of all tensors.
         blocks: of two blocks of the model.
-        outside: of what lies outside the blocks, with one block: while the model finds its blocks.
+        outside: of what is outside the blocks, with one block: while the model finds its blocks.
         statistics: of the inputs of the layers of a block, of running it on one batch, and of the search for the codes
             of one of its weights.
         states, checkpoint: of hidden states, and of the compressed checkpoint, in `folder`.

@@ -32,27 +32,27 @@ def compress_on_disk(
 ) -> DiskPlan:
     """Compresses the checkpoint `model` block by block into the new folder `output`, which `from_pretrained` loads.
 
-    One block of weights is in memory at a time. The hidden states of the calibration text lie in mapped files. What was
-    compressed is written at once. The bits are those of `from_pretrained(model, quantization_config=...)` followed by
-    `save_pretrained`.
+    One block of weights is in memory at a time. The hidden states of the calibration text are in mapped files.
+    Compressed blocks are written at once. The result has the same bits as `from_pretrained(model,
+    quantization_config=...)` followed by `save_pretrained`.
 
     The hidden folder `.<output>.compressing` beside `output` holds the progress. After an interruption, `kill -9`
-    included, the same call goes on where the last one was and ends with the same bits.
+    included, the same call resumes there and ends with the same bits.
 
     Args:
         model: Hub id or folder, with safetensors files.
-        output: a folder that is not there, or empty.
+        output: a folder that does not exist, or is empty.
         quantization_config: methods that read a text need `calibration` with texts, a dataset or tokens.
-        memory: that the process may take: bytes, or a string such as "8GB". The plan must fit.
+        memory: what the process may take: bytes, or a string such as "8GB". The plan must fit.
         dtype: of the weights that are read, as in `from_pretrained`.
         say: called with the plan, in words, before the start.
         describe: called with (the model, without weights, the folder that is being written) to add files.
 
     Returns:
-        the plan that the run kept to.
+        the plan of the run, in bytes of memory and of disk.
 
     Raises:
-        ValueError: the plan does not fit into `memory`, or its files on the disk; `output` cannot be written; a choice
+        ValueError: the plan does not fit into `memory`, or its files on the disk; `output` cannot be written; an option
             that needs the whole model in memory (mixed precision, OWL, methods that read gradients, text that the model
             writes itself); what `from_pretrained` raises.
     """

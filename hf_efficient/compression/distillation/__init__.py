@@ -47,26 +47,26 @@ def distill(
 ) -> tuple[nn.Module, dict[str, float]]:
     """Trains `student` towards the next-token distributions of `teacher`, with transformers' `Trainer`, and returns it.
 
-    Everything that `recover` trains can be a student, compressed models included; it is trained in place, and the same
-    parameters learn. With `prompts` the teacher answers them first and the student learns the answers (sequence-level
-    distillation, https://arxiv.org/abs/1606.07947), with the teacher's distributions. Without text and prompts the
-    teacher writes freely (LLM-QAT, https://arxiv.org/abs/2305.17888).
+    A student may be any model that `recover` trains, also a compressed one. It is trained in place, and the same
+    parameters are trained. With `prompts` the teacher answers them first, and the student learns the teacher's
+    distributions on the answers (sequence-level distillation, https://arxiv.org/abs/1606.07947). Without texts and
+    prompts the teacher writes freely (LLM-QAT, https://arxiv.org/abs/2305.17888).
 
     Args:
-        student: a causal LM of the teacher's vocabulary; or a dict of arguments of `prune_structure`, for example
-            `{"shape": {"num_hidden_layers": 15}}`, which makes it of the teacher (Minitron,
-            https://arxiv.org/abs/2407.14679). `method` is then "shape" where it is left out.
+        student: a causal LM with the teacher's vocabulary; or a dict of arguments of `prune_structure`, for example
+            `{"shape": {"num_hidden_layers": 15}}`, which makes the student from the teacher (Minitron,
+            https://arxiv.org/abs/2407.14679). `method` is then "shape" by default.
         teacher: a causal LM.
         texts, tokenizer, sequence_length, seed, checkpoint_dir: as in `recover`.
-        prompts: what the teacher is asked; its chat template wraps them. A tokenizer is needed. Of every 20 answers one
-            is held out, at most 8.
+        prompts: questions to the teacher, in its chat template. Needs a tokenizer. Of every 20 answers one is held out,
+            at most 8.
         max_new_tokens: of an answer.
         on_policy: share of the steps, 0 to 1, in which the student continues the beginning of a text (an eighth of a
-            window, or the prompt) itself and learns there (GKD, https://arxiv.org/abs/2306.13649; MiniLLM,
+            window, or the prompt) and learns on its own text (GKD, https://arxiv.org/abs/2306.13649; MiniLLM,
             https://arxiv.org/abs/2306.08543). The native loop writes for ten steps at once, with the student packed as
             it will be. Several processes write other texts than one does.
-        hidden_states: weight of the error of hidden states of four layers, relative to their mean square. Linear maps,
-            which are thrown away, lead from the student's width to the teacher's (TinyBERT,
+        hidden_states: weight of the error of the hidden states of four layers, relative to their mean square. Linear
+            maps from the student's width to the teacher's are trained for this and then dropped (TinyBERT,
             https://arxiv.org/abs/1909.10351).
         relations: weight of the divergence of attention relations of the last layers: queries, keys and values of any
             number of heads (MiniLM, https://arxiv.org/abs/2002.10957 and https://arxiv.org/abs/2012.15828). Both models

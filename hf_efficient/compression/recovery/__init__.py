@@ -48,67 +48,66 @@ def recover(
     """Trains a compressed or pruned `model`, in place, towards the next-token distributions of `teacher`, with
     transformers' `Trainer`.
 
-    All linear layers but a plain output embedding learn. Those with codes (of any number of bits, codebooks, ternary,
-    int8 and float8, under a mask or not) learn by quantization-aware training (LLM-QAT,
-    https://arxiv.org/abs/2305.17888): a float32 weight is rounded in every forward as it will be stored, the gradient
-    passes straight through, and the scales learn along (LSQ, https://arxiv.org/abs/1902.08153). It starts at the
-    teacher's weight, where that is what the codes were made of, moved to where it rounds to the codes that the method
-    chose. Along a trellis the factors of rows and inputs learn, and no codes. Sparse layers learn under their masks,
-    which do not change, and plain layers (after structured pruning, for example) as they are. Inputs that are rounded
-    to 8 bits are rounded in training, too.
+    All linear layers are trained, except an uncompressed output embedding. Layers with codes (of any number of bits,
+    codebooks, ternary, int8 and float8, under a mask or not) are trained by quantization-aware training (LLM-QAT,
+    https://arxiv.org/abs/2305.17888). A float32 weight is rounded in every forward as it will be stored, the gradient
+    passes straight through the rounding, and the scales are trained too (LSQ, https://arxiv.org/abs/1902.08153).
+    Training starts at the teacher's weight if the codes were made of it, moved to where it rounds to these codes. Of
+    trellis codes only the factors of rows and inputs are trained. Sparse layers keep their masks. Dense layers (after
+    structured pruning, for example) are trained as they are. Inputs that are rounded to 8 bits are rounded in training
+    too.
 
-    Compressed experts of mixtures learn as linear layers do, and the weights of norms learn along. Embeddings, biases,
-    tied weights and fused experts that are not compressed do not change. Weights are float32 while they learn, with a
-    cosine schedule; products are computed in the model's dtype. At the end the model is packed into the formats that it
-    had, and is saved as it would have been before.
+    Compressed experts of mixtures are trained as linear layers are, and so are the weights of norms. Embeddings,
+    biases, tied weights and uncompressed fused experts do not change. Trained weights are float32, with a cosine
+    schedule; products are computed in the model's dtype. At the end the model is packed into the formats that it had,
+    and is saved as before.
 
     Args:
-        model: a causal LM on one device, as `from_pretrained` gives it.
-        teacher: the model from before, or another one of the same vocabulary.
+        model: a causal LM on one device, as `from_pretrained` returns it.
+        teacher: the original model, or another one with the same vocabulary.
         texts: int64 tokens [windows, length]; texts, which are joined by blank lines and cut into windows of
-            `sequence_length`; or a `CalibrationConfig`. None: 128 windows that the teacher writes itself; a
-            `CalibrationConfig` without a source asks for more of them; its `device`, `checkpoint_dir` and `minutes` are
-            refused. Of every 20 windows one is held out, at most 8.
+            `sequence_length`; or a `CalibrationConfig`. None: 128 windows that the teacher writes itself, or as many as
+            a `CalibrationConfig` without a source says. Its `device`, `checkpoint_dir` and `minutes` are refused. Of
+            every 20 windows one is held out, at most 8.
         tokenizer: for texts.
-        minutes, steps: how long to train; exactly one is given. Training ends after the step in which the time is over.
+        minutes, steps: how long to train; give exactly one. Training ends with the step in which the minutes run out.
         sequence_length: tokens of a window, at least 2.
         batch_size: windows of a step, of all processes together.
-        learning_rate: the largest of the schedule; by default 2e-4, with adapters 1e-3. For a weight under codes it is
-            10 times that, relative to the root mean square of its layer.
+        learning_rate: the peak of the schedule; by default 2e-4, with adapters 1e-3. For a weight with codes it is 10
+            times that, relative to the root mean square of its layer.
         divergence: "forward" (KL(p || q), https://arxiv.org/abs/1503.02531), "reverse" (KL(q || p),
             https://arxiv.org/abs/2306.08543), "both", "skewed_forward", "skewed_reverse" or "jensen_shannon"; see
-            `distillation_loss`.
-        text_share: weight of the text itself in the loss, from 0 to 1; the divergence has the rest.
+            `distillation_loss`. p is the teacher's distribution.
+        text_share: weight of the next-token loss on the text itself, from 0 to 1; the divergence has the rest.
         lora_rank: train adapters of this rank (https://arxiv.org/abs/2106.09685; package `peft`) under the masks
             instead, and merge them at the end.
-        checkpoint_dir: folder that keeps the state every 50 steps and at the end, and the text that the teacher wrote.
-            An interrupted recovery of the same models with the same arguments resumes there, a finished one gives the
-            same model again, another one is refused. The caller deletes it.
-        seed: seed of the order of the windows.
+        checkpoint_dir: folder for the state every 50 steps and at the end, and for the text that the teacher wrote. An
+            interrupted recovery of the same models with the same arguments resumes there, and a finished one returns
+            the same model again. Another recovery is refused. Delete the folder yourself.
+        seed: of the order of the windows.
         optimizer: "adamw"; "adamw_8bit", whose state takes a quarter (package `bitsandbytes`); or "muon" for the
             matrices (https://arxiv.org/abs/2502.16982).
-        memory_gb: what the activations of the windows that are computed at once may take; a step is split until they
-            fit. None: it is not split.
+        memory_gb: limit on the activations that are computed at once; a step is split until they fit. None: no split.
         gradient_checkpointing: compute the activations of a layer again in the backward pass instead of keeping them.
-        warm_up: share of the training in which the rounding of codes comes into effect, linearly. Above 0 it starts at
-            the teacher's weights themselves.
+        warm_up: share of the training in which rounding is introduced, linearly. Above 0 training starts at the
+            teacher's weights themselves.
         callbacks: `TrainerCallback`s. The held-out perplexity is logged ten times as "held_out_perplexity". On a CUDA
-            device steps are replayed from the third on: how the model computes cannot be changed after that.
-        kv_format: of the `PagedCache` that the model will have: "int8", "fp8", "int4" or "int2". In training, attention
-            then sees keys and values as the pages give them back; attn_implementation must be "sdpa".
+            device steps are replayed from the third on, so callbacks cannot change how the model computes after that.
+        kv_format: of the `PagedCache` that the model will use: "int8", "fp8", "int4" or "int2". Attention is then
+            trained with keys and values rounded as the pages round them; attn_implementation must be "sdpa".
         plot: path of a .png file for the loss and the held-out perplexity over the steps (package `matplotlib`).
 
-    Several processes (`accelerate launch`, `torchrun`) train together with DDP; every one of them returns the same
-    model. FSDP and FSDP2 are refused.
+    Several processes (`accelerate launch`, `torchrun`) train together with DDP; all of them return the same model. FSDP
+    and FSDP2 are refused.
 
     Returns:
-        "steps", "tokens" (that the teacher read), "seconds", "loss", the mean of the last tenth of the steps in nats
-        per token, and, where windows were held out, their "perplexity".
+        "steps"; "tokens" that the teacher read; "seconds"; "loss", the mean of the last tenth of the steps in nats per
+        token; and "perplexity" of the held-out windows, if any.
 
     Raises:
         ValueError: before training, for arguments that are not allowed, nothing to train, too little text, another
-            vocabulary or a longer window than the model has positions; after it, for weights that are not finite. The
-            model is then as it was, as it is when training is interrupted.
+            vocabulary or a longer window than the model has positions; after it, for weights that are not finite. After
+            an error or an interruption the model is as it was.
         ImportError: lora_rank without the package `peft`, optimizer="adamw_8bit" without `bitsandbytes`, plot without
             `matplotlib`.
     """

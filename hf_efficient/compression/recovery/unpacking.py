@@ -106,17 +106,16 @@ def discard(model) -> None:
 
 @contextmanager
 def trainable(model, teacher=None, keeps_codes: bool = True) -> Iterator[nn.Module]:
-    """Inside, the linear layers, compressed experts and norms of `model` learn under their codes and masks, for a
-    `Trainer` of your own; all else is frozen. At the end of the block what was learned is packed into the same formats.
-    After an error the model is as it was.
+    """Context manager in which the linear layers, compressed experts and norms of `model` are trainable under their
+    codes and masks, for a `Trainer` of your own; all else is frozen. At the end of the block the trained weights are
+    packed into the same formats. After an error the model is as it was.
 
     `save_pretrained` inside the block writes the packed model, and so do `Trainer.save_model` and `push_to_hub=True`.
-    Trainer's checkpoints hold the weights as they are learned, and no model.
+    Trainer's checkpoints hold unpacked weights, from which training can resume but no model can be loaded.
 
     Args:
-        teacher: a model whose linear layers of the same names may be what compressed ones were made of.
-        keeps_codes: whether learning starts at the codes of the layers. False: at the teacher's weights, where there
-            are.
+        teacher: a model whose linear layers of the same names may be those that were compressed.
+        keeps_codes: start at the codes of the layers. False: at the teacher's weights, if it has them.
 
     Raises:
         ValueError: there is nothing to train, layers are offloaded, the model is being trained already, or is sharded;
