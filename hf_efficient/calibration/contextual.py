@@ -29,28 +29,28 @@ def sparsify_context(
     recall: float | None = None,
     rank: int = 0,
 ) -> ContextualSparsity:
-    """Gives the feed-forward layers of `model`, in place, predictors of the neurons that a token needs. From then on
-    forwards of few rows, as in decoding, compute only those neurons; prompts are computed whole (Liu et al. 2023, "Deja
-    Vu", https://arxiv.org/abs/2310.17157).
+    """Trains predictors of the neurons that a token needs for the feed-forward layers of `model`, in place. Forwards of
+    few tokens, as in decoding, then compute only those neurons. Prompts compute all (Liu et al. 2023, "Deja Vu",
+    https://arxiv.org/abs/2310.17157).
 
     Args:
         model: a transformers model in memory whose feed-forward layers are made of `nn.Linear` (gate, up and down, or
             two), with ReLU, squared ReLU, SiLU or GELU.
-        calibration: text, or its arguments; best at least 4 tokens for every column of the hidden states. Computed
+        calibration: text, or its arguments; best at least 4 tokens for every channel of the hidden states. Computed
             where the model is: `device`, `checkpoint_dir` and `minutes` are refused.
         tokenizer: for that text, unless it is tokens.
         keep: share of the neurons to compute, 0 < keep < 1, in every layer, on average over tokens; 0.5 by default.
         recall: instead of `keep`, 0 < recall <= 1: the share of the squared contributions to compute; each layer keeps
-            the neurons it needs for that.
-        rank: of the predictors, at least 0. With 0 there are none: gates are computed whole and decide, rows of up and
-            down are skipped (see `hf_efficient.pruning.contextual.predictor`).
+            the neurons that it needs for that.
+        rank: of the predictors, at least 0. With 0 there are none: the gate is computed for all neurons and selects the
+            rows of up and down (see `hf_efficient.pruning.contextual.predictor`).
 
     Returns:
-        the predictors, to be saved, and the shares that were kept of each layer.
+        the predictors, to be saved, and the shares that were kept in each layer.
 
     Raises:
         ValueError: a value that is not allowed; a model without such layers, with compressed ones, or with layers that
-            the text does not reach or that compute something else than these linears. The model is then as before.
+            the text does not reach or that compute something else than these linears. The model is then unchanged.
     """
     config = CalibrationConfig(**calibration) if isinstance(calibration, dict) else calibration
     options = _checked(config, keep, recall, rank)

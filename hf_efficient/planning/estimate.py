@@ -20,27 +20,27 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What `estimate` found.
+    """The result of `estimate`.
 
-    Bytes are of tensors; the process, compiled code and fragmentation of allocators come on top, and on CPUs without
-    instructions for bfloat16 the float32 copies in products of it. What the forward tells is None where the model does
-    not run on text alone (`notes` then says so), and so is what needs a device or a price that was not given.
+    Bytes are those of tensors. The process, compiled code and fragmentation of allocators take more, and so do float32
+    copies on CPUs without bfloat16 instructions. Fields that need a forward are None for models that do not run on text
+    alone (`notes` says so), and those that need a device or a price are None without one.
     """
 
     architecture: str  # class of the model
     dtype: str
-    quantization: str | None  # None: as it is
+    quantization: str | None  # None: not quantized
     batch_size: int
     prompt_tokens: int
     new_tokens: int
     kv_format: str
     parameters: int
-    active_parameters: int | None  # that each token is multiplied with: of experts the chosen ones, no input embedding
+    active_parameters: int | None  # that each token is multiplied with: selected experts only, no input embedding
     checkpoint_bytes: int  # of the tensors on disk
-    weight_bytes: int  # in the layouts of this machine's CPU or of the Triton kernels; without a device of this machine
+    weight_bytes: int  # in the layouts of the device's kernels; without a device, of this machine's
     kv_cache_bytes: int | None  # the most that `PagedCache` allocates, or what transformers' cache holds at the end
     kv_token_bytes: float | None  # of one token of one sequence in all layers, scales included
-    activation_bytes: int | None  # the most that the prefill allocates at once beside weights and cache
+    activation_bytes: int | None  # the most that the prefill allocates at once, without weights and cache
     prefill: Work | None  # the forward of the prompts
     decode: Work | None  # of one new token for every sequence, at the mean length; None for models that do not generate
     device: Device | None
@@ -86,32 +86,35 @@ def estimate(
     memory: int | str | None = None,
     price_per_hour: float | None = None,
 ) -> Estimate:
-    """What `model` takes in memory and time with a config of this package, computed without its weights.
+    """Computes what `model` takes in memory and time with a config of this package, without its weights.
 
-    The model is built on the meta device, the quantizer of `from_pretrained` swaps its layers, its forward is traced
-    there for shapes, and the bookkeeping of `PagedCache` runs for the given lengths: sizes are those that the code
-    allocates. Times are a roofline (`hf_efficient.evaluation.roofline`): no machine is faster, many are slower.
+    The model is built on the meta device, the quantizer of `from_pretrained` replaces its layers, its forward is traced
+    for shapes, and the bookkeeping of `PagedCache` runs for the given lengths. So sizes are those that the code
+    allocates. Times are a roofline (`hf_efficient.evaluation.roofline`): a lower bound, not a prediction.
 
-    - FLOPs: 2 for each multiplication of an input with a weight, and 2 * (key dim + value dim) for each head and pair
-      of a query and a key that it sees (causal and sliding masks hide pairs). Other operations are not counted.
-    - Bytes moved: weights, read once a forward (of E experts of which each of T tokens chooses k, the expected share
+    - FLOPs: 2 for each multiplication of an input with a weight, and 2 * (key dim + value dim) for each head and each
+      pair of a query and a key that it attends to (causal and sliding masks hide pairs). Nothing else is counted.
+    - Bytes moved: weights, read once per forward (of E experts of which each of T tokens selects k, the expected share
       1 - (1 - k / E)^T), and the cache, written by the prefill and read at its mean length by every new token.
     - Arithmetic intensity: FLOPs / bytes moved.
 
     Args:
         model: a Hub id, a folder, a config.json, its dict, or a config object. Only the config is read.
-        quantization: as in `from_pretrained`; None for the model as it is (which may be a checkpoint of this package).
-        batch_size, prompt_tokens, new_tokens: sequences, tokens of each one's prompt, and tokens generated for each.
+        quantization: as in `from_pretrained`; None: the model as it is (which may be a checkpoint of this package).
+        batch_size, prompt_tokens, new_tokens: sequences, prompt tokens of each, and tokens generated for each.
         kv_format, block_size: of the `PagedCache`.
-        dtype: "bfloat16", "float16" or "float32"; None for that of the config.
+        dtype: "bfloat16", "float16" or "float32"; None: that of the config.
         device: a name of `hf_efficient.evaluation.devices.DEVICES`, "measured" for this machine, a `Device`, or None:
-            sizes are those on this machine, and no times are told.
-        memory: of the device, in place of the table's: bytes, or "24GB".
+            sizes on this machine, without times.
+        memory: of the device, instead of the table's: bytes, or "24GB".
         price_per_hour: of the device, in any currency.
+
+    Returns:
+        an `Estimate`: sizes in bytes, FLOPs, and times in seconds.
 
     Raises:
         ValueError: an argument that is not allowed, a config of a model that transformers does not know, a size in it
-            that is missing or bad, a checkpoint compressed by another package.
+            that is missing or wrong, a checkpoint compressed by another package.
     """
     for name, value in (("batch_size", batch_size), ("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens)):
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:

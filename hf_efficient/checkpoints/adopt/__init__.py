@@ -59,18 +59,18 @@ _adopted: set[str] = set()
 
 
 def adopt(*names: str) -> None:
-    """Loads checkpoints of other libraries into our layers from now on.
+    """Loads checkpoints of other libraries into this package's layers from now on.
 
-    `from_pretrained` of a model in one of these formats repacks its weights, value for value, and neither imports nor
-    needs the library. Checkpoints of a library that is not installed are loaded so in any case.
+    `from_pretrained` then repacks the weights of such a checkpoint, value for value, without the library. Checkpoints
+    of a library that is not installed are loaded in this way without a call of `adopt`.
 
     Args:
         names: of "gptq", "awq", "compressed-tensors", "bitsandbytes", "hqq", "torchao" and "gguf"; none means all. GGUF
-            files, which transformers dequantizes by itself, stay quantized only when they are adopted by name or with
-            all, and only with transformers 5.17 or later: before, the first call for all says that they do not.
+            files, which transformers dequantizes, stay quantized only after `adopt("gguf")` or `adopt()`. That needs
+            transformers 5.17. With an older one the first `adopt()` says that they are dequantized.
 
     Raises:
-        ValueError: for another name, and for "gguf" with an older transformers.
+        ValueError: another name, or "gguf" with an older transformers.
     """
     for name in names:
         if name not in NAMES:

@@ -38,22 +38,22 @@ def export(model, output, format: str = "compressed-tensors", tokenizer=None) ->
     codes stay the same: nothing is quantized again.
 
     Args:
-        model: the model, or the folder it was saved to, which is read one layer at a time and never whole.
-        output: "gguf": the file, whose name ends in .gguf and which is replaced when the new one is whole. Else a
-            folder that does not exist yet or is empty. An export that fails or is interrupted leaves what was there.
+        model: the model, or the folder where it was saved, which is read one layer at a time.
+        output: "gguf": a file whose name ends in .gguf, replaced when the new one is complete. Else a folder that does
+            not exist or is empty. A failed or interrupted export leaves what was there.
         format: "compressed-tensors" (vLLM, SGLang, TGI, transformers; int4, int8 and int2 weights, int8 and fp8
-            activations), "gptq" (one width of weights for all layers; vLLM reads it of symmetric 4 and 8 bits only,
-            and a warning says so where it does not), "awq" (4 bits), "bitnet" (ternary weights; transformers) or "gguf"
-            (llama.cpp, Ollama; of the Llama family and Qwen 2 and 3; 4 bits and symmetric 8 bits in groups of multiples
-            of 32, and dense models).
-        tokenizer: saved beside the weights; by default the one in the folder, if there is one.
+            activations), "gptq" (the same number of bits in all layers; vLLM reads symmetric 4 and 8 bits only, and a
+            warning says so), "awq" (4 bits), "bitnet" (ternary weights; transformers) or "gguf" (llama.cpp, Ollama;
+            the Llama family and Qwen 2 and 3; 4 bits and symmetric 8 bits in groups of multiples of 32, and dense
+            models).
+        tokenizer: saved beside the weights; by default the one in the folder, if any.
 
     Returns:
         an `ExportReport`: `path`, `format`, `quantized_layers`, `nbytes`, `rounding` and `engines`.
 
     Raises:
-        ValueError: an argument is not allowed, or the target cannot hold a layer; names it and says what to do instead.
-            Nothing is written then.
+        ValueError: an argument is not allowed, or the format cannot store a layer; names it and says what to do
+            instead. Nothing is written then.
     """
     if format not in FORMATS:
         raise ValueError(f"format={format!r} is not supported: it must be one of {FORMATS}")

@@ -21,16 +21,15 @@ BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)  # codes that share a scale: what
 
 
 def save_as_bitsandbytes(model, folder: str | os.PathLike) -> None:
-    """Writes `model` into `folder` as bitsandbytes would save it: config, safetensors, generation config. The files
-    are moved there when all are written.
+    """Writes `model` into `folder` as bitsandbytes would save it: config, safetensors and generation config,
+    atomically.
 
-    What can be written: `WeightOnlyConfig(bits=4, codebook="nf4" or "fp4", group_size=64, 128, ... 4096)` with groups
-    that divide the rows, bit for bit the same values; and `W8A8Config` in int8 with methods "absmax" or "llm_int8"
-    and one dynamic scale a row, whose values bitsandbytes rounds once more. Scales of `double_quantization` are
-    written in float32.
+    Supported are `WeightOnlyConfig(bits=4, codebook="nf4" or "fp4", group_size=64, 128, ... 4096)` with groups that
+    divide the rows, value for value; and `W8A8Config` in int8 with methods "absmax" or "llm_int8" and one dynamic scale
+    per row, whose values bitsandbytes rounds once more. Scales of `double_quantization` are written in float32.
 
     Raises:
-        ValueError: for a model without quantized layers, or with one of another kind; names it.
+        ValueError: a model without quantized layers, or with a layer of another kind; names it.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, CompressedModule)}
     kinds = {name: _kind(name, module) for name, module in layers.items()}

@@ -33,30 +33,29 @@ def prune_structure(
     tokenizer=None,
     repair: bool | None = None,
 ) -> nn.Module:
-    """A smaller model of the same class, with a config of its own; `model` stays as it is.
+    """Makes a smaller model of the same class, with a config of its own; `model` does not change.
 
     Args:
         model: a text decoder of transformers, not compressed, whose layers are alike.
         method: "l1" (removes MLP neurons; https://arxiv.org/abs/1608.08710), "llm_pruner" (MLP neurons and heads;
             https://arxiv.org/abs/2305.11627), "slicegpt" (hidden size; https://arxiv.org/abs/2401.15024) or "shape"
             (all that `shape` names; after https://arxiv.org/abs/2310.06694).
-        remove: in [0, 1), for every method but "shape": share of the parameters to remove at least, counting those that
-            a token reads (all but an input embedding that is not tied to the output embedding).
+        remove: in [0, 1), for every method but "shape": the least share of the parameters to remove, of those that a
+            token reads (all but an input embedding that is not tied to the output embedding).
         shape: for "shape": new sizes of any of num_hidden_layers, num_attention_heads, num_key_value_heads,
             intermediate_size and hidden_size.
-        calibration: text, which every method but "l1" needs, and so does `repair`; by default text that the model
-            writes itself. Computed where the model is: `device`, `checkpoint_dir` and `minutes` are refused.
-        tokenizer: for text that is not tokens; by default what lies beside the files that the model was loaded
-            from.
-        repair: whether the weights that are left are solved anew by least squares, layer by layer; by default where
-            text is read.
+        calibration: text, for every method but "l1", and for `repair`; by default text that the model writes itself.
+            Computed where the model is: `device`, `checkpoint_dir` and `minutes` are refused.
+        tokenizer: for text that is not tokens; by default the one beside the files that the model was loaded from.
+        repair: fit the remaining weights to the dense model by least squares, layer by layer; by default if a text is
+            read.
 
     Returns:
-        the smaller model, on the same device and in the same dtype, in evaluation mode; all its parameters can learn.
+        the smaller model, on the same device and in the same dtype, in evaluation mode, with all parameters trainable.
 
     Raises:
-        ValueError: arguments that are not allowed, a model that is not supported, a shape that it cannot have, a larger
-            model than before, too little text; before anything is computed wherever it can be known then.
+        ValueError: arguments that are not allowed, a model that is not supported, a shape that it cannot have, a model
+            larger than before, too little text. Raised before anything is computed if it can be known then.
     """
     check_arguments(method, remove, shape, calibration)
     if repair is not None:
