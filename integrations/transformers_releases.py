@@ -26,6 +26,7 @@ def has(release: str) -> bool:
 
 
 def numbers(release: str) -> tuple[int, ...]:
+    """The first three numbers of a release: "5.24.0.dev0" is (5, 24, 0)."""
     return tuple(int(number) for number in re.findall(r"\d+", release)[:3])
 
 

@@ -153,6 +153,7 @@ def _block_bytes(header: dict, tensors: dict[str, torch.Tensor]) -> dict[str, in
 
 
 def free_bytes(device: torch.device) -> int:
+    """Bytes that can still be allocated on `device`, those in torch's caching allocator included."""
     if device.type != "cuda":
         return psutil.virtual_memory().available
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

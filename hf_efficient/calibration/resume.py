@@ -201,6 +201,7 @@ def described_format(format) -> dict[str, Any] | None:
 
 
 def format_of(described: dict[str, Any] | None, of_config):
+    """The format of a stored layer: that of its config, with the transform in `described`, if any."""
     inner = inner_format(of_config)
     if described is None:
         return inner

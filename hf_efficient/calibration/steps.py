@@ -17,6 +17,7 @@ def transforms(schemes: dict) -> list:
 
 
 def refinement(schemes: dict):
+    """The function that tunes a block whose layers have `schemes` (name -> config); None if none has `refine`."""
     if not any(getattr(own, "refine", False) for own in schemes.values()):
         return None
     from hf_efficient.calibration.refine import refine_block

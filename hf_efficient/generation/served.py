@@ -114,6 +114,7 @@ def refuses(request: GenerationRequest) -> bool:
 
 
 def is_transformers_draft(draft) -> bool:
+    """Whether transformers' own assisted generation can use `draft`: a model, or None."""
     return draft is None or isinstance(draft, PreTrainedModel)
 
 

@@ -47,6 +47,7 @@ def unrotate_weight(weight: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
 
 
 def check(x: torch.Tensor, signs: torch.Tensor) -> None:
+    """Raises ValueError if `signs` has not one sign for each column of x."""
     if signs.shape[-1:] != x.shape[-1:]:
         raise ValueError(f"signs {tuple(signs.shape)} do not fit {x.shape[-1]} columns: expected ({x.shape[-1]},)")
 

@@ -6,6 +6,7 @@ from hf_efficient.prompts.tokens import Word
 
 
 def check_budget(keep, tokens) -> None:
+    """Raises unless exactly one of `keep` and `tokens` is given, and valid."""
     if (keep is None) == (tokens is None):
         raise ValueError(f"keep={keep!r} and tokens={tokens!r}: give one of them")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int | float)):
@@ -19,6 +20,7 @@ def check_budget(keep, tokens) -> None:
 
 
 def check_words(keep_words) -> None:
+    """Raises unless `keep_words` is a collection of texts that are not empty."""
     if not isinstance(keep_words, list | tuple | set | frozenset):
         raise TypeError(f"keep_words={keep_words!r} is {type(keep_words).__name__}: give a list of texts")
     for word in keep_words:
@@ -29,6 +31,7 @@ def check_words(keep_words) -> None:
 
 
 def is_chat(prompt: list) -> bool:
+    """Whether a list holds the messages of one chat, not several prompts."""
     return bool(prompt) and all(isinstance(message, dict) and "role" in message for message in prompt)
 
 
@@ -44,6 +47,7 @@ def check_batch(prompt: list, question) -> list[str | None]:
 
 
 def check_question(prompt: Prompt, reorder: bool, groups: list[Group], is_classifier: bool) -> None:
+    """Raises ValueError for `reorder` or a question that this model or prompt does not support."""
     if reorder and (is_classifier or prompt.question is None or not any(g.kind == "document" for g in groups)):
         raise ValueError("reorder=True needs a causal language model, a question, and a prompt with documents")
     if is_classifier and prompt.question is not None and prompt.question.strip() not in prompt.text:

@@ -46,6 +46,7 @@ def _passages(text: str, words: list[Word], group: Group) -> list[Group]:
 
 
 def ends_sentence(text: str, word: Word) -> bool:
+    """Whether `word` ends with the punctuation that ends a sentence."""
     return SENTENCE_END.search(text, word.start, word.end) is not None
 
 

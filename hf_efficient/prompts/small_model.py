@@ -42,6 +42,7 @@ def load(model, tokenizer=None):
 
 
 def is_classifier(model) -> bool:
+    """Whether `model` is a token classifier, by the name of its class."""
     return _names_classifier(type(model).__name__)
 
 

@@ -147,10 +147,12 @@ def write_tokens(k, v, keys: Pages, values: Pages, slots: torch.Tensor) -> None:
 
 
 def reshape_and_cache_cpu(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale):
+    """`flash_paged.reshape_and_cache` on a CPU, with its arguments."""
     write_tokens(k, v, *Pages.of_cache(k_cache, v_cache, k_scale, v_scale), slot_mapping)
 
 
 def quantize_and_cache_cpu(k, v, k_cache, v_cache, k_scale, k_min, v_scale, v_min, group_mapping):
+    """`flash_paged.quantize_and_cache` on a CPU, with its arguments."""
     group, bits = k.shape[1], 8 * k_cache.shape[-1] // k.shape[-1]
     groups = k_cache.shape[1] // group
     chosen = _written(group_mapping, len(k_cache) * groups, "group_mapping", "group slots")
@@ -165,6 +167,7 @@ def quantize_and_cache_cpu(k, v, k_cache, v_cache, k_scale, k_min, v_scale, v_mi
 
 
 def copy_blocks_cpu(k_cache, v_cache, mapping, scales):
+    """`flash_paged.copy_blocks` on a CPU. scales: the other tensors of the cache."""
     chosen = _written(mapping, len(k_cache), "mapping", "blocks")
     source, destination = (mapping[chosen.all(1)] if isinstance(chosen, torch.Tensor) else mapping[chosen]).unbind(1)
     for tensor in (k_cache, v_cache, *scales):
@@ -230,6 +233,7 @@ def gather_cache_cpu(
     k_cache, v_cache, block_table, cu_seqlens_k, dtype, k_scale, v_scale, k_min, v_min, k_tail, v_tail,
     quantized_seqlens, num_tokens,
 ):  # fmt: skip
+    """`flash_paged.gather_cache` on a CPU, with its arguments."""
     starts = cu_seqlens_k.tolist()
     quantized = [0] * len(starts) if quantized_seqlens is None else quantized_seqlens.tolist()
     results = []

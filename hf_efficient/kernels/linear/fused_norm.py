@@ -30,6 +30,7 @@ op.define(
 
 @fuses(0)
 def norms(operators: Operators) -> None:
+    """Replaces every RMS norm among `operators`, with a sum before it, by one kernel."""
     for root in [operator for operator in operators.list if operator.name == "aten::rsqrt"]:
         _fuse(operators, root)
 

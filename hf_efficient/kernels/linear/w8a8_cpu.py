@@ -85,6 +85,7 @@ def _packed_product(x_codes, packed, w_scale) -> torch.Tensor:
 
 
 def int8_product(x_codes, w_codes, x_scale, w_scale, bias, x_zero_point, w_zero_point, w_sums, out_dtype):
+    """`efficient_linear.w8a8_linear` on a CPU. w_sums: int32 [N], sums of the rows of w_codes, or None."""
     check_columns(x_codes.shape[1], x_zero_point is not None, w_zero_point is not None)
     w_scale, correction = w_scale.reshape(1, -1), None
     if x_zero_point is not None:
@@ -125,6 +126,7 @@ def fp8_product(x_codes, w_codes, x_scale, w_scale, bias, out_dtype):
 
 
 def llm_int8_product(x, w_codes, w_scale, bias, threshold):
+    """`efficient_linear.llm_int8_linear` on a CPU: columns of x with a magnitude of `threshold` or more stay floats."""
     outliers = (x.abs() >= threshold).any(0)
     codes, scale = quantize(x.float().masked_fill(outliers, 0.0), "int8", None, None)
     y = int8_product(codes, w_codes, scale, w_scale, bias, None, None, None, torch.float32)
