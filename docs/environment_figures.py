@@ -36,7 +36,10 @@ def environments() -> str:
     if not_run:
         absent.append(f"- {', '.join(not_run)}: defined, not run yet.")
     header = "environment | transformers | torch | Python | beside | passed | refused by name | failed | skipped"
-    features = [f"- {feature}: {', '.join(names)}." for feature, names in sorted(later.items())]
+    features = [
+        f"- {feature.replace(' needs transformers ', ': since transformers ')}, not in {', '.join(names)}."
+        for feature, names in sorted(later.items())
+    ]
     parts = [
         markdown(header, "lllllrrrr", rows),
         "\n".join(absent),
