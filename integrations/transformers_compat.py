@@ -58,6 +58,7 @@ INSIDES: tuple[Inside, ...] = (
     *_of(_MTP, "conversion_mapping", "get_model_conversion_mapping"),
     Inside("transformers.core_model_loading:revert_weight_conversion", _MTP, reads="_weight_conversions"),
     *_of(_MTP, "modeling_layers", "MtpModel.tie_with_main_model", "MtpModel._project_to_logits"),
+    *_of(_MTP, "modeling_utils", "_get_resolved_checkpoint_files"),
     *_of(_MTP, "configuration_utils", "PreTrainedConfig._attn_implementation", "PreTrainedConfig.get_mtp_config"),
     *_of(
         _MTP, "modeling_utils", "PreTrainedModel._keys_to_ignore_on_load_unexpected", "PreTrainedModel._supports_sdpa"

@@ -1,9 +1,11 @@
 """Multi-token-prediction (MTP) modules of a model's own checkpoint, as transformers builds and loads them."""
 
+import os
 from contextlib import contextmanager
 
 import torch
 
+from hf_efficient.integrations.transformers_loading import of_model
 from hf_efficient.integrations.transformers_releases import cache_name
 
 
@@ -21,7 +23,8 @@ def load(model):
     """The MTP module of `model`'s checkpoint: transformers' `MtpModel`, in the model's dtype and on the device of its
     last layer. It shares the model's embeddings, output head and rotary embedding.
 
-    Raises ValueError for a model without one, and for modules that are not read.
+    Raises ValueError for a model without one, for modules that are not read, and where the files of the checkpoint
+    cannot be reached any longer.
     """
     with _described(model.config.get_text_config(decoder=True)) as config:
         return _load(model, config)
@@ -73,23 +76,41 @@ def _load(model, config):
             "of the module's norms from there; a last layer with attention is taken"
         )
     last = config.num_hidden_layers  # transformers' own pattern names the numbers of published sizes
+    place = model.config.name_or_path
     kept, conversions = model._keys_to_ignore_on_load_unexpected, vars(model).get("_weight_conversions")
     model._weight_conversions = get_model_conversion_mapping(model)  # a quantizer has changed those of the loading
     model._keys_to_ignore_on_load_unexpected = [rf"(^|\.)layers\.{last}\.", r"^mtp\.", r"^model\.mtp\."]
     try:
+        model.config.name_or_path = _folder(model)  # `MtpModel` would download without the arguments that the model had
         device = next(model.get_decoder().layers[-1].parameters()).device
         module = MtpModel.from_pretrained(model, device_map={"": device})
     except (RuntimeError, OSError) as error:
         raise ValueError(
-            f"assistant_model='mtp': the checkpoint {model.config.name_or_path} of {name} holds no MTP module that can "
-            f"be read: {error}"
+            f"assistant_model='mtp': the checkpoint {place} of {name} holds no MTP module that can be read: {error}"
         ) from error
     finally:
         model._keys_to_ignore_on_load_unexpected, model._weight_conversions = kept, conversions
+        model.config.name_or_path = place
     module.config._attn_implementation = "sdpa" if model._supports_sdpa else "eager"  # both take any mask
     module.layers.requires_grad_(False)  # not the rest, which is the model's own
     module.layers.eval()
     return module
+
+
+def _folder(model) -> str:
+    """The folder of the model's checkpoint, once its files are there: reached with the arguments it was loaded with."""
+    from transformers.modeling_utils import _get_resolved_checkpoint_files
+
+    files, _ = _get_resolved_checkpoint_files(
+        pretrained_model_name_or_path=model.config.name_or_path,
+        variant=None,
+        gguf_file=None,
+        use_safetensors=True,
+        user_agent=None,
+        is_remote_code=False,
+        download_kwargs=of_model(model),
+    )
+    return os.path.dirname(files[0])
 
 
 def follow(module, model) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from draft_models import fixed
 from helpers import assert_close, left_padded_batch, needs_transformers, tiny_model
+from hub_directory import serving
 from native_loop import transformers_loop
 from safetensors.torch import load_file, save_file
 from test_drafters import append, sequences_of
@@ -195,6 +196,27 @@ def test_a_model_that_is_quantized_as_it_is_loaded(tmp_path):
     saved = enable_speculation(AutoModelForCausalLM.from_pretrained(tmp_path / "codes"))
     with pytest.raises(ValueError, match="is quantized; MTP modules are read from those in floats"):
         saved.generate(**batch, **options, assistant_model="mtp")
+
+
+def test_the_files_are_those_that_the_model_was_loaded_from(tmp_path, monkeypatch):
+    """Of a revision, a subfolder and a cache of its own, in a gated repository."""
+    published(tmp_path / "repos" / "me" / "model@asked" / "inner", "GLM-4.5")
+    with serving(tmp_path / "repos", monkeypatch) as hub:
+        monkeypatch.delenv("HF_TOKEN")
+        hub.token = "hf_mine"
+        where = {"token": "hf_mine", "revision": "asked", "subfolder": "inner", "cache_dir": tmp_path / "cache"}
+        target = AutoModelForCausalLM.from_pretrained("me/model", **where)
+        MultiTokenPrediction(target)
+        assert set(hub.authorizations) == {"Bearer hf_mine"}
+        assert target.config.name_or_path == "me/model"
+        monkeypatch.setattr(hub, "token", "hf_other")
+        again = AutoModelForCausalLM.from_pretrained("me/model", local_files_only=True, **where)
+        asked = len(hub.requests)
+        MultiTokenPrediction(again)
+        assert len(hub.requests) == asked
+        (tmp_path / "cache").rename(tmp_path / "gone")
+        with pytest.raises(ValueError, match="me/model does not appear to have a file named model.safetensors"):
+            MultiTokenPrediction(again)
 
 
 def test_sampled_output_has_the_distribution_of_the_target(tmp_path, monkeypatch):
