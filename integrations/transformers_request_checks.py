@@ -113,10 +113,16 @@ def _further(request_id: str, answers: int) -> list[str]:
 
 def _check_request(input_ids, vocabulary: int, max_new_tokens) -> None:
     """Raises ValueError for what is no list of tokens below `vocabulary`, or an empty one."""
+    if not hasattr(input_ids, "__len__"):
+        raise ValueError(f"input_ids={input_ids!r}: must be a list of tokens")
     if not len(input_ids):
         raise ValueError("input_ids is empty: a request needs at least one token")
     for token in input_ids:
-        if not hasattr(token, "__index__") or not 0 <= operator.index(token) < vocabulary:
+        try:
+            is_known = 0 <= operator.index(token) < vocabulary
+        except TypeError:  # also tensors of fractions or of several numbers
+            is_known = False
+        if not is_known:
             raise ValueError(f"input_ids holds {token!r}: a token is an integer from 0 to {vocabulary - 1}")
     if max_new_tokens is not None and (not isinstance(max_new_tokens, int) or max_new_tokens < 1):
         raise ValueError(f"max_new_tokens={max_new_tokens!r} is not supported: it must be an integer of at least 1")

@@ -6,6 +6,7 @@ attention is ours; but a request that makes no sense is answered with status 400
 import asyncio
 import copy
 import functools
+import time
 import uuid
 from contextvars import ContextVar
 
@@ -27,11 +28,13 @@ FORGOTTEN_AFTER = 60  # seconds: no step takes longer, and after it nothing is d
 # In a generation config, what a request may set here, and what changes no token of continuous batching
 _SERVED = {*OF_SAMPLING, STOPS, "max_new_tokens", "eos_token_id", "pad_token_id", "bos_token_id"}
 _SERVED |= {"use_cache", "cache_implementation", "transformers_version"}
-_OPENAI = {"repetition_penalty": "frequency_penalty", "sequence_bias": "logit_bias"}  # names that set it
 _OF_BODY = "_hf_efficient_of_body"  # attribute of a generation config: what it does not hold of its request, by name
-_ALLOWED = {"n": [1], "best_of": [1], "presence_penalty": [0], "logprobs": [False], "top_logprobs": [0]}
-_ALLOWED |= {"echo": [False], "response_format": [{"type": "text"}], "tool_choice": ["auto", "none"]}
+_ALLOWED = {"n": [1], "best_of": [1], "presence_penalty": [0], "frequency_penalty": [0], "logit_bias": [{}]}
+_ALLOWED |= {"logprobs": [False], "top_logprobs": [0], "echo": [False], "response_format": [{"type": "text"}]}
+_ALLOWED |= {"tool_choice": ["auto", "none"], "functions": [[]], "function_call": ["auto", "none"], "include": [[]]}
 _ALLOWED |= {"text": [{"format": {"type": "text"}}, {}], "previous_response_id": [], "background": [False]}
+_ALLOWED |= {"audio": [], "modalities": [["text"]], "web_search_options": [], "conversation": []}
+_MEDIA = {"image_url", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file"}
 _RECEIVE: ContextVar = ContextVar("receive", default=None)  # of the request that is being answered
 _ANSWERED: ContextVar = ContextVar("answered", default=False)  # whether the model has
 
@@ -66,11 +69,21 @@ def _noting_the_body(original):
             config = original(self, body, *args, **kwargs)
         except TypeError as error:
             raise ValueError(f"an option has a value of a wrong type: {error}") from error
-        given = {name: body.get(name) for name in ("temperature", "top_p", *_ALLOWED)}
+        if not isinstance(body.get("suffix"), (str, type(None))):
+            raise ValueError(f"suffix={body['suffix']!r}: must be a string")
+        given = {name: body.get(name) for name in ("temperature", "top_p", *_ALLOWED)} | {"media": _media(body) or None}
         setattr(config, _OF_BODY, {name: value for name, value in given.items() if value is not None})
         return config
 
     return _build_generation_config
+
+
+def _media(body: dict) -> list[str]:
+    """The types of the parts of its messages that are no text: transformers leaves them out for a model of text."""
+    items = body.get("messages") or body.get("input")
+    items = items if isinstance(items, list) else []
+    contents = [items, *(item.get("content") for item in items)]
+    return sorted(_MEDIA & {part.get("type") for parts in contents if isinstance(parts, list) for part in parts})
 
 
 def _for_all_requests(original):
@@ -148,12 +161,14 @@ def _asked(model, config, processor) -> dict:
         if name in of_body and of_body[name] not in allowed:
             shown = " or ".join(map(str, allowed)) or "none"
             raise ValueError(f"{name}={of_body[name]!r} is not supported in continuous batching: allowed is {shown}")
+    if "media" in of_body:
+        raise ValueError(f"a message holds {of_body['media'][0]}, and the model reads text only")
     neutral = GenerationConfig._get_default_generation_params()
     for name, value in vars(config).items():
-        is_given = value and value != neutral.get(name) and value != getattr(model.generation_config, name, None)
+        is_set = value or (name in neutral and value == 0)
+        is_given = is_set and value != neutral.get(name) and value != getattr(model.generation_config, name, None)
         if is_given and name not in _SERVED and not name.startswith("_"):
-            known = f"{_OPENAI[name]} ({name})" if name in _OPENAI else name
-            raise ValueError(f"{known} is not supported in continuous batching, and the request asks for it")
+            raise ValueError(f"{name} is not supported in continuous batching, and the request asks for it")
     asks_to_sample = "temperature" in of_body or "top_p" in of_body
     options = {"do_sample": config.temperature != 0 and bool(asks_to_sample or config.do_sample)}
     if "top_p" in of_body:
@@ -294,6 +309,8 @@ def _with_checked_messages(original):
         for message in messages:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise ValueError(f"messages holds {message!r}: a message is an object with a role")
+        # a client that sends an answer back has null for what it did not hold, such as tool_calls
+        body["messages"] = [{name: value for name, value in each.items() if value is not None} for each in messages]
         return await original(self, body, request_id)
 
     return handle_request
@@ -308,7 +325,7 @@ def _refusing_nonsense(original):
         _ANSWERED.set(False)
         try:
             return await original(self, body, request_id)
-        except (TypeError, KeyError, AttributeError) as error:
+        except (TypeError, KeyError, AttributeError, OverflowError) as error:
             if _ANSWERED.get():
                 raise
             logger.warning(f"refused: {error!r}", exc_info=True)
@@ -318,13 +335,17 @@ def _refusing_nonsense(original):
 
 
 def _for_all_clients(original):
-    """transformers' `build_server`, which sees clients leave, and tells them what they asked wrongly."""
+    """transformers' `build_server`, which sees clients leave, and tells them what they asked wrongly. One that answers
+    for a single model lists that, and not the models in the Hub's cache, which need not be there."""
 
     @functools.wraps(original)
-    def build_server(*args, **kwargs):
+    def build_server(model_manager, *args, **kwargs):
         import jinja2  # as chat templates need it
 
-        app = original(*args, **kwargs)
+        if (only := model_manager.force_model) is not None:
+            entry = {"id": only, "object": "model", "created": int(time.time()), "owned_by": ""}
+            model_manager.get_gen_models = lambda: [entry]
+        app = original(model_manager, *args, **kwargs)
         app.add_middleware(_Receiving)
         for error in (ValueError, jinja2.TemplateError):
             app.add_exception_handler(error, _refuse)

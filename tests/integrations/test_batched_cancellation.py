@@ -7,6 +7,7 @@ import time
 
 import psutil
 import pytest
+import torch
 from helpers import tiny_model
 from test_batched_step import manager_of, one_by_one, pytestmark  # noqa: F401
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState
@@ -89,6 +90,7 @@ def test_cancelled_requests_free_their_pages(model):
         ([5, 500, 7], {}, "input_ids holds 500: a token is an integer from 0 to 127"),
         ([-3], {}, "input_ids holds -3"),
         ([5, "six"], {}, "input_ids holds 'six'"),
+        (torch.tensor([[5, 6]]), {}, r"input_ids holds tensor\(\[5, 6\]\): a token is an integer"),
         ([5], dict(max_new_tokens=-2), "max_new_tokens=-2 is not supported"),
     ],
 )
@@ -97,6 +99,8 @@ def test_what_cannot_be_run_is_refused_at_once(model, prompt, options, message):
     manager = manager_of(model)
     with pytest.raises(ValueError, match=message):
         manager.add_request(prompt, **options)
+    with pytest.raises(ValueError, match="input_ids=None: must be a list of tokens"):
+        manager.add_request(None)
     model.set_attn_implementation("sdpa")
     assert manager.add_request(prompt, **options)
 

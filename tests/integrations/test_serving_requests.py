@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import requests
 import torch
 from helpers import byte_level_tokenizer, needs_transformers, tiny_model
 from test_serving import ask, free_port, needs_serving
@@ -176,8 +177,10 @@ def test_a_prompt_holds_no_stop_string(asked, answers):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(frequency_penalty=1.0), "frequency_penalty (repetition_penalty) is not supported"),
-        (dict(logit_bias={"5": 2}), "logit_bias (sequence_bias) is not supported"),
+        (dict(frequency_penalty=-1.0), "frequency_penalty=-1.0 is not supported"),
+        (dict(logit_bias={"5": 2}), "logit_bias={'5': 2} is not supported"),
+        (dict(extra_body={"generation_config": '{"repetition_penalty": 0}'}), "repetition_penalty is not supported"),
+        (dict(functions=[{"name": "f", "parameters": {}}]), "functions=[{'name': 'f', 'parameters': {}}] is not"),
         (dict(extra_body={"generation_config": '{"min_p": 0.5}'}), "min_p is not supported"),
         (dict(n=2), "n=2 is not supported in continuous batching: allowed is 1"),
         (dict(presence_penalty=1.0), "presence_penalty=1.0 is not supported"),
@@ -206,6 +209,10 @@ def test_what_is_asked_for_in_vain_is_refused_by_name(asked, answers, options, m
         ({"previous_response_id": "resp_1"}, "previous_response_id='resp_1' is not supported"),
         ({"text": {"format": {"type": "json_object"}}}, "text={'format': {'type': 'json_object'}} is not supported"),
         ({"background": True}, "background=True is not supported"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]},
+            "holds input_image, and",
+        ),
     ],
 )
 def test_responses_refuse_what_would_be_ignored(asked, answers, options, message):
@@ -213,7 +220,7 @@ def test_responses_refuse_what_would_be_ignored(asked, answers, options, message
 
     body = dict(model=asked.model, input=PROMPTS[0], max_output_tokens=NEW_TOKENS, temperature=0.0, stream=False)
     with pytest.raises(openai.BadRequestError) as refused:
-        asked.client.responses.create(**body, **options)
+        asked.client.responses.create(**body | options)
     assert message in str(refused.value.body)
     plain = {"text": {"format": {"type": "text"}}, "previous_response_id": None, "tool_choice": "auto"}
     assert asked.client.responses.create(**body, **plain).output_text == answers[PROMPTS[0]]
@@ -242,6 +249,11 @@ def test_what_fails_after_the_answer_is_no_fault_of_the_body():
         ({"messages": [{"content": "a"}]}, "an object with a role"),
         ({"temperature": "hot"}, "could not convert string to float: 'hot'"),
         ({"max_tokens": "x"}, "'x'"),
+        ({"max_tokens": float("inf")}, "a wrong type: OverflowError"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
+            "image_url, and",
+        ),
         ({"generation_config": {}}, "an option has a value of a wrong type"),
         ({"generation_config": "no JSON"}, "Expecting value"),
         ({"messages": [{"role": "user", "content": [5]}]}, "the body holds a value of a wrong type: TypeError"),
@@ -258,12 +270,37 @@ def test_what_fails_after_the_answer_is_no_fault_of_the_body():
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_body_that_makes_no_sense_is_refused(asked, body, message, stream):
-    import requests
-
     body = {"model": asked.model, "messages": [{"role": "user", "content": "a"}], "stream": stream} | body
-    answer = requests.post(f"{asked.client.base_url}chat/completions", json=body, timeout=30)
+    text, kind = json.dumps(body), {"Content-Type": "application/json"}  # requests itself refuses infinity
+    answer = requests.post(f"{asked.client.base_url}chat/completions", data=text, headers=kind, timeout=30)
     assert (answer.status_code, message in answer.json()["detail"]) == (400, True), answer.text
     assert asked.blocks() == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("options", "message"), [({"suffix": 5}, "suffix=5: must be a string"), ({"logit_bias": {"5": 2}}, "logit_bias={")]
+)
+def test_completions_refuse_what_fails_after_the_answer_or_is_ignored(asked, options, message, stream):
+    body = dict(model=asked.model, prompt=PROMPTS[0], max_tokens=NEW_TOKENS, stream=stream) | options
+    answer = requests.post(f"{asked.client.base_url}completions", json=body, timeout=30)
+    assert (answer.status_code, message in answer.json()["detail"]) == (400, True), answer.text
+    assert asked.blocks() == 0
+
+
+def test_a_conversation_may_hold_an_answer_as_clients_dump_it(asked):
+    """With null for what it does not have, such as tool calls."""
+    first = {"role": "user", "content": PROMPTS[0]}
+    answer = asked.chat(PROMPTS[0]).choices[0].message.model_dump()
+    assert answer["tool_calls"] is None
+    options = dict(model=asked.model, max_tokens=NEW_TOKENS, temperature=0.0)
+    again = asked.client.chat.completions.create(messages=[first, answer, first], **options)
+    assert again.choices[0].message.content
+
+
+def test_the_model_that_is_served_is_listed(asked):
+    """Without a cache of the Hub, too."""
+    assert [model.id for model in asked.client.models.list()] == [asked.model]
 
 
 @pytest.mark.parametrize("stream", [False, True])
