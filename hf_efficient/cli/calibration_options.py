@@ -40,7 +40,7 @@ def add_text_arguments(command: argparse.ArgumentParser, num_samples: int | None
 def add_calibration_arguments(command: argparse.ArgumentParser) -> None:
     """The options of the text, and --checkpoint-dir."""
     add_text_arguments(command)
-    command.add_argument("--checkpoint-dir", help="folder where an interrupted calibration is resumed from")
+    command.add_argument("--checkpoint-dir", help="folder from which an interrupted calibration resumes")
 
 
 def calibration_arguments(options: argparse.Namespace) -> dict[str, dict]:

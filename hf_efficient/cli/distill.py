@@ -19,7 +19,7 @@ OPTION_OF = {field: option for option, field in SIZES.items()}
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `hf-efficient distill`."""
     command.add_argument("teacher", help="Hub id or local folder of the model to learn from")
-    command.add_argument("--student", help="folder or Hub id of the model that learns; without it, give its sizes:")
+    command.add_argument("--student", help="folder or Hub id of the student; without it, give its sizes:")
     for option, field in SIZES.items():
         command.add_argument(option, type=at_least(1), dest=field, help=f"{field} of the student")
     add_output_argument(command)

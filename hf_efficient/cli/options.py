@@ -30,7 +30,7 @@ def add_modules_argument(command: argparse.ArgumentParser) -> None:
         "--modules-to-not-convert",
         nargs="+",
         metavar="MODULE",
-        help="names or globs of modules to leave as they are, beside the output embedding",
+        help="names or globs of modules to leave as they are, in addition to the output embedding",
     )
 
 

@@ -38,11 +38,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--remove", type=share("[0, 1)"), help="share of the parameters to remove, for example 0.2")
     for option, field in SIZES.items():
-        command.add_argument(option, type=at_least(1), dest=field, help=f"{field} that is left (method shape)")
+        command.add_argument(option, type=at_least(1), dest=field, help=f"{field} of the smaller model (method shape)")
     calibration_options.add_text_arguments(command)
-    command.add_argument(
-        "--no-repair", action="store_true", help="do not solve the remaining weights anew by least squares"
-    )
+    command.add_argument("--no-repair", action="store_true", help="do not fit the remaining weights by least squares")
 
 
 def check_sizes(shape: dict[str, int], config) -> None:

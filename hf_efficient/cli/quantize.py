@@ -44,7 +44,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--group-size",
         type=_group_size,
-        help="weights that share a scale, -1: one output channel (default 64, -1 with 8 bits and --codebook trellis)",
+        help="weights that share a scale, -1: an output channel (default 64; -1 with 8 bits or trellis, 32 with best)",
     )
     command.add_argument(
         "--method", help="instead of --quality: rtn, mse, hqq, gptq, yaqa, awq, billm, db_llm, pb_llm or slim_llm"
@@ -61,7 +61,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add_loading_arguments(command)
     calibration_options.add_calibration_arguments(command)
     command.add_argument(
-        "--minutes", type=positive, help="with --refine: then tune the whole model for so long (default: not at all)"
+        "--minutes", type=positive, help="with --refine: then tune the whole model for this time (default: no tuning)"
     )
 
 

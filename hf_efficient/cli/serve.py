@@ -18,7 +18,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", help="Hub id or folder, compressed or not")
     command.add_argument("--host", default="localhost", help="address to listen at (default localhost)")
     command.add_argument("--port", type=int, default=8000, help="port to listen at (default 8000)")
-    command.add_argument("--sequences", type=int, default=16, help="sequences that are in memory at once (default 16)")
+    command.add_argument("--sequences", type=int, default=16, help="sequences in memory at once (default 16)")
     command.add_argument(
         "--context", type=int, default=2048, help="tokens of each, prompt and answer together (default 2048)"
     )
@@ -40,7 +40,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--max-ms-between-tokens",
         type=float,
         metavar="MS",
-        help="cut prompts, so that sequences that decode get a token so often, on a CPU (default: no limit)",
+        help="read prompts in parts, so that decoding sequences get tokens this often, on a CPU (default: no limit)",
     )
 
 

@@ -24,8 +24,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `hf-efficient train-draft`."""
     command.add_argument("model", help="Hub id or local folder of the target")
     add_output_argument(command, "folder for the heads or the draft model")
-    command.add_argument("--kind", choices=("eagle", "medusa", "model"), default="eagle", help="default eagle")
-    command.add_argument("--draft", help="for --kind model: folder or Hub id of a small model, which learns")
+    command.add_argument(
+        "--kind", choices=("eagle", "medusa", "model"), default="eagle", help="what to train (default eagle)"
+    )
+    command.add_argument("--draft", help="for --kind model: folder or Hub id of a small model to train")
     command.add_argument("--layers", type=at_least(1), help="for --kind model, instead: layers of the target to keep")
     command.add_argument(
         "--prompts",
@@ -33,15 +35,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "questions that the model generates)",
     )
     command.add_argument("--num-tokens", type=at_least(1), help="tokens of answers to learn from (default 300000)")
-    command.add_argument("--epochs", type=at_least(1), help="times each answer is seen (default 5)")
-    command.add_argument("--minutes", type=positive, help="end after about so many minutes, half of them for the text")
+    command.add_argument("--epochs", type=at_least(1), help="how often each answer is seen (default 5)")
+    command.add_argument("--minutes", type=positive, help="limit on the time, half of it for generating text")
     command.add_argument(
         "--draft-tokens", type=at_least(1), help="frequent tokens that the heads guess from (default 4096)"
     )
     command.add_argument("--max-new-tokens", type=at_least(3), help="longest answer (default 256)")
     command.add_argument("--batch-size", type=at_least(1), help="answers generated at a time (default 64)")
-    command.add_argument("--learning-rate", type=positive, help="the largest of the schedule (default 0.0005)")
-    command.add_argument("--seed", type=int, help="default 0")
+    command.add_argument("--learning-rate", type=positive, help="peak of the schedule (default 0.0005)")
+    command.add_argument("--seed", type=int, help="of sampling and of the order (default 0)")
     command.add_argument(
         "--cache", help="folder that keeps text and progress (default: OUTPUT-progress, deleted at the end)"
     )

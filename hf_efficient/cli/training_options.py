@@ -10,10 +10,10 @@ from hf_efficient.cli.path_checks import check_folder, check_text_file
 KEYS = {
     "output": "the folder",
     "steps": "of training",
-    "tokens": "that were learned from",
+    "tokens": "of the training text that were read",
     "seconds": "of training",
     "loss": "at the end, nat",
-    "perplexity": "of held-out text; null where the text was too short to hold any out",
+    "perplexity": "of held-out text; null if the text was too short to hold any out",
 }
 NAMES = (
     *("minutes", "steps", "sequence_length", "batch_size", "learning_rate"),
@@ -23,25 +23,27 @@ NAMES = (
 
 
 def add_arguments(command: argparse.ArgumentParser, writer: str) -> None:
-    """writer: who writes the text where none is given."""
+    """writer: the model that writes the text if none is given."""
     command.add_argument("--texts", help=f"text file to learn from, read whole (default: text that {writer} writes)")
     command.add_argument("--minutes", type=positive, help="how long (default 10)")
     command.add_argument("--steps", type=at_least(1), help="how long, instead of --minutes")
     command.add_argument("--sequence-length", type=at_least(2), help="tokens of a window (default 512)")
-    command.add_argument("--batch-size", type=at_least(1), help="windows a step (default 1)")
-    command.add_argument("--learning-rate", type=positive, help="the largest of the schedule")
-    command.add_argument("--divergence", help="from the teacher: forward, reverse, both, skewed_forward, ...")
-    command.add_argument("--text-share", type=share("[0, 1]"), help="weight of the loss on the text itself, 0 to 1")
-    command.add_argument("--optimizer", help="adamw, adamw_8bit or muon (default adamw)")
-    command.add_argument("--memory-gb", type=positive, help="what activations may take; a step is split to fit")
-    command.add_argument("--gradient-checkpointing", action="store_true", default=None, help="takes less memory")
-    command.add_argument("--warm-up", type=share("[0, 1]"), help="share of the time in which rounding sets in")
-    command.add_argument("--kv-format", help="of the pages that attention shall learn with: int8, fp8, int4 or int2")
-    command.add_argument("--plot", help="PNG file for the loss and the held-out perplexity over the steps")
-    command.add_argument("--checkpoint-dir", help="folder where an interrupted training is resumed from")
+    command.add_argument("--batch-size", type=at_least(1), help="windows per step (default 1)")
     command.add_argument(
-        "--seed", type=at_least(0), help="of the order of the text, and of text that is written (default 0)"
+        "--learning-rate", type=positive, help="peak of the schedule (default 0.0002, with adapters 0.001)"
     )
+    command.add_argument("--divergence", help="forward (default), reverse, both, skewed_forward, ...")
+    command.add_argument("--text-share", type=share("[0, 1]"), help="weight of the next-token loss, 0 (default) to 1")
+    command.add_argument("--optimizer", help="adamw, adamw_8bit or muon (default adamw)")
+    command.add_argument("--memory-gb", type=positive, help="limit on activations; a step is split to fit")
+    command.add_argument(
+        "--gradient-checkpointing", action="store_true", default=None, help="takes less memory and more time"
+    )
+    command.add_argument("--warm-up", type=share("[0, 1]"), help="share of the time in which rounding is introduced")
+    command.add_argument("--kv-format", help="train with pages rounded to int8, fp8, int4 or int2")
+    command.add_argument("--plot", help="PNG file for the loss and the held-out perplexity over the steps")
+    command.add_argument("--checkpoint-dir", help="folder from which an interrupted training resumes")
+    command.add_argument("--seed", type=at_least(0), help="of the order of the text, and of generated text (default 0)")
 
 
 def training_arguments(options: argparse.Namespace, *more: str) -> dict:
