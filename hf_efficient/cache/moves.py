@@ -51,8 +51,8 @@ class MovesMixin:
     def receive(self, connection: Connection | int, model) -> None:
         """Fills this empty cache with what another process sends: `generate()` goes on from there.
 
-        Papers: Splitwise (2311.18677) and DistServe (2401.09670), where one process reads the prompts and another one
-        writes the answers.
+        Papers: Splitwise (https://arxiv.org/abs/2311.18677) and DistServe (https://arxiv.org/abs/2401.09670), where one
+        process reads the prompts and another one writes the answers.
 
         connection: as in `send`. Nothing that comes is executed.
         model: the model that goes on, on whose devices the pages will lie, or its config: then they lie on the CPU, and

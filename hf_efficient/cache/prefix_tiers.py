@@ -1,6 +1,6 @@
 """The tiers below the pool of a `PrefixCache`: blocks in host memory, and in a file.
 
-Paper: Yu et al., Stateful Large Language Model Serving with Pensieve (2312.05516).
+Paper: Yu et al., Stateful Large Language Model Serving with Pensieve (https://arxiv.org/abs/2312.05516).
 """
 
 import json

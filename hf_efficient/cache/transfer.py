@@ -1,7 +1,7 @@
 """A paged cache sent to another process: `cache.send(connection)` there and `cache.receive(connection, model)` here.
 
-Papers: Patel et al., Splitwise (2311.18677); Zhong et al., DistServe (2401.09670): one process reads the prompts, and
-another one writes the answers.
+Papers: Patel et al., Splitwise (https://arxiv.org/abs/2311.18677); Zhong et al., DistServe
+(https://arxiv.org/abs/2401.09670): one process reads the prompts, and another one writes the answers.
 
 The sender sends a header, which the receiver checks. If the receiver accepts it, the layers follow one after the
 other. At the end the receiver confirms that it has them.

@@ -1,6 +1,7 @@
 """Which blocks of a paged key-value cache belong to which sequence: pure Python, no tensors.
 
-Paper: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention (2309.06180).
+Paper: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention
+(https://arxiv.org/abs/2309.06180).
 """
 
 import heapq

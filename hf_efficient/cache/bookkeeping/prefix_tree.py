@@ -1,7 +1,8 @@
 """Which blocks of a prefix cache hold which beginnings of token sequences: pure Python, no tensors.
 
-Papers: Zheng et al., SGLang: Efficient Execution of Structured Language Model Programs (2312.07104), RadixAttention; Yu
-et al., Stateful Large Language Model Serving with Pensieve (2312.05516), for the tiers.
+Papers: Zheng et al., SGLang: Efficient Execution of Structured Language Model Programs
+(https://arxiv.org/abs/2312.07104), RadixAttention; Yu et al., Stateful Large Language Model Serving with Pensieve
+(https://arxiv.org/abs/2312.05516), for the tiers.
 """
 
 from collections import OrderedDict

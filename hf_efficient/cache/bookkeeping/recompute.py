@@ -1,7 +1,7 @@
 """Whether the leading tokens of a stored prompt are computed again, because that is faster than reading them.
 
-Paper: Yu et al., Stateful Large Language Model Serving with Pensieve (2312.05516): the cost of a token grows with its
-position, so the first ones are the cheapest to compute.
+Paper: Yu et al., Stateful Large Language Model Serving with Pensieve (https://arxiv.org/abs/2312.05516): the cost of a
+token grows with its position, so the first ones are the cheapest to compute.
 """
 
 import time

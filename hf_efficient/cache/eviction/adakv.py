@@ -12,7 +12,8 @@ class AdaKV(Scorer):
     The scores must be comparable between heads: attention is, a position is not, nor are those of `TOVA`, whose heads
     keep the same tokens.
 
-    Paper: Feng et al., Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation (2407.11550).
+    Paper: Feng et al., Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation
+    (https://arxiv.org/abs/2407.11550).
 
     Args:
         scorer: says which tokens matter.

@@ -18,8 +18,9 @@ class Distinctive(ExpectedAttention):
     differences in descending order as scores. So under `AdaKV(Distinctive(), floor=0.5)` the heads whose keys differ
     most keep more tokens.
 
-    Papers: Devoto et al., Expected Attention (2510.00636); Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction
-    for Long-Context LLM Inference in Resource-Constrained Environments (2504.15364).
+    Papers: Devoto et al., Expected Attention (https://arxiv.org/abs/2510.00636); Park et al., KeyDiff: Key
+    Similarity-Based KV Cache Eviction for Long-Context LLM Inference in Resource-Constrained Environments
+    (https://arxiv.org/abs/2504.15364).
 
     Args:
         weight: of the second rank, from 0 (the order of Expected Attention) to 1.

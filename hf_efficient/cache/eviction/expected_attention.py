@@ -11,7 +11,7 @@ class ExpectedAttention(Scorer):
     Mean and covariance of the queries are those before the rotary embedding, which is averaged over later positions.
 
     Paper: Devoto et al., Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
-    Distribution (2510.00636).
+    Distribution (https://arxiv.org/abs/2510.00636).
 
     Args:
         window: last queries from which the distribution is estimated.

@@ -8,7 +8,7 @@ from hf_efficient.cache.eviction.base import Scorer, View
 class HeavyHitter(Scorer):
     """Scores a token by the sum of the attention that all queries have paid to it.
 
-    Paper: Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference (2306.14048).
+    Paper: Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference (https://arxiv.org/abs/2306.14048).
 
     Args:
         recent: last tokens that always stay; half of the budget where that is more.

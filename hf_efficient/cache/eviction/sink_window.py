@@ -10,7 +10,7 @@ class SinkWindow(Scorer):
 
     The text may so become longer than those that the model was trained on.
 
-    Paper: Xiao et al., Efficient Streaming Language Models with Attention Sinks (2309.17453).
+    Paper: Xiao et al., Efficient Streaming Language Models with Attention Sinks (https://arxiv.org/abs/2309.17453).
 
     Args:
         sinks: first tokens that stay.

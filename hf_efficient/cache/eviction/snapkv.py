@@ -11,7 +11,7 @@ class SnapKV(Scorer):
 
     The neighbours of the last tokens before the window lie in it, which in the paper do not count.
 
-    Paper: Li et al., SnapKV: LLM Knows What You are Looking for Before Generation (2404.14469).
+    Paper: Li et al., SnapKV: LLM Knows What You are Looking for Before Generation (https://arxiv.org/abs/2404.14469).
 
     Args:
         window: last queries, whose tokens always stay.

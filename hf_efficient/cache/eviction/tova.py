@@ -8,7 +8,7 @@ from hf_efficient.cache.eviction.base import Scorer, View
 class TOVA(Scorer):
     """Scores a token by the attention of the last query, averaged over all heads, so that all keep the same tokens.
 
-    Paper: Oren et al., Transformers are Multi-State RNNs (2401.06104).
+    Paper: Oren et al., Transformers are Multi-State RNNs (https://arxiv.org/abs/2401.06104).
 
     Args:
         recent: last tokens that always stay.

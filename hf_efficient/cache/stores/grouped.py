@@ -1,8 +1,8 @@
 """int4 and int2 pages: keys quantized per channel in groups of tokens, values per token. The newest tokens and the
 first ones are not quantized.
 
-Papers: Liu et al., KIVI (2402.02750); Xiao et al., Efficient Streaming Language Models with Attention Sinks
-(2309.17453), which shows that most of the attention falls on the first tokens.
+Papers: Liu et al., KIVI (https://arxiv.org/abs/2402.02750); Xiao et al., Efficient Streaming Language Models with
+Attention Sinks (https://arxiv.org/abs/2309.17453), which shows that most of the attention falls on the first tokens.
 """
 
 from itertools import accumulate

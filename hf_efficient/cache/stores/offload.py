@@ -1,7 +1,7 @@
 """Moves pages that are not in use from the device to host memory, and from there to the disk.
 
-Paper: Yu et al., Stateful Large Language Model Serving with Pensieve (2312.05516), which moves parts of a conversation;
-here the unit is one layer of one `PagedCache`, and each conversation has a cache of its own.
+Paper: Yu et al., Stateful Large Language Model Serving with Pensieve (https://arxiv.org/abs/2312.05516), which moves
+parts of a conversation; here the unit is one layer of one `PagedCache`, and each conversation has a cache of its own.
 """
 
 import os
