@@ -115,6 +115,16 @@ def test_a_state_dict_is_checked_as_files_are(part, change, message, saved):
         )
 
 
+@pytest.mark.parametrize("kind", [AutoModelForCausalLM, transformers.AutoModel])
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_plain_weights_under_a_quantization_config_are_named(kind, dequantize, saved, tmp_path):
+    shutil.copytree(folder("llama"), tmp_path / "plain")
+    shutil.copy(saved / "config.json", tmp_path / "plain")
+    asked = {"quantization_config": WeightOnlyConfig(dequantize=True)} if dequantize else {}
+    with pytest.raises(ValueError, match=r"hold no compressed weight of Llama\w+, only plain ones, .*delete quantiz"):
+        kind.from_pretrained(tmp_path / "plain", **asked)
+
+
 def _config_asking_to_dequantize(path):
     config = AutoConfig.from_pretrained(path)
     config.quantization_config["dequantize"] = True
@@ -353,11 +363,13 @@ def test_a_compressed_model_keeps_no_converters():
     assert isinstance(conversions, list) and not any(isinstance(c, WeightConverter) for c in conversions)
 
 
-def test_loading_and_saving_are_not_patched():
-    """A model that does not ask for this package is loaded and saved by transformers' own methods."""
+def test_loading_and_saving_are_those_of_transformers():
+    """A model that does not ask for this package is loaded and saved by transformers' own methods: `from_pretrained`
+    is called with what it is given, which is remembered."""
     code = (
         "import transformers.modeling_utils as m; before = dict(vars(m.PreTrainedModel)); "
         "import hf_efficient; hf_efficient.register(); after = vars(m.PreTrainedModel); "
-        "assert all(after[name] is before[name] for name in ('__init__', 'from_pretrained', 'save_pretrained'))"
+        "assert all(after[name] is before[name] for name in ('__init__', 'save_pretrained')); "
+        "assert after['from_pretrained'].__func__.__wrapped__ is before['from_pretrained'].__func__"
     )
     fresh_processes.run(["-c", code], check=True)
