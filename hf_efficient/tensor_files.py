@@ -90,6 +90,22 @@ def stored_tensors(path) -> dict[str, StoredTensor]:
     return found
 
 
+def shards(index) -> list[str]:
+    """Names of the files that the `index` of a checkpoint, a model.safetensors.index.json, names.
+
+    Raises:
+        ValueError: it is no index, or names something else than safetensors files beside it.
+    """
+    try:
+        names = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"{index} is no index of safetensors files: {error!r}") from None
+    for name in names or {None}:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise ValueError(f"{index} names {name!r}: weight_map must name safetensors files beside it")
+    return sorted(names)
+
+
 def mapped(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor in the file `path`, which is made where it is missing: what is written to the tensor is in the file, and
     the system takes its memory back when it needs it."""

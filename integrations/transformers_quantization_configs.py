@@ -40,6 +40,8 @@ def _telling_parts(original, methods: tuple[str, ...]):
     @functools.wraps(original)
     def get_config_dict(cls, *args, **kwargs):
         found, unused = original(cls, *args, **kwargs)
+        if not isinstance(found, dict):  # a config.json that holds something else, which transformers refuses
+            return found, unused
         saved, own = found.get("quantization_config"), getattr(cls, "model_type", "")
         if isinstance(saved, dict) and saved.get("quant_method") in methods and found.get("model_type") != own:
             for key, part in found.items():

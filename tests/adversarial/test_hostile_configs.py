@@ -183,3 +183,9 @@ def test_globs_of_ours_take_no_time():
     for pattern in ("a*" * 200 + "b", "*" * 1000 + "b", "*a" * 300, "[a-z]*" * 100 + "9"):
         assert not module_matches(pattern, "a" * 100 + "." + "a" * 100)
     assert time.monotonic() - start < 5
+
+
+def test_a_config_that_is_a_list_is_refused_as_transformers_does(tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="Unrecognized model"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -220,7 +220,22 @@ def test_file_names_that_leave_the_folder_are_refused(copied, tmp_path, name):
     index = {"weight_map": {"model.norm.weight": name}}
     (copied / "model.safetensors.index.json").write_text(json.dumps(index))
     save_file({"model.norm.weight": torch.ones(64)}, tmp_path / "outside.safetensors")
-    with pytest.raises(ValueError, match="it must be a .safetensors file in the same folder"):
+    with pytest.raises(ValueError, match="weight_map must name safetensors files beside it"):
+        hf_efficient.export(copied, tmp_path / "out")
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"{}", b'{"weight_map": [1]}', b'{"weight_map": {"a": []}}', b"\xff"])
+def test_an_index_that_is_none_is_refused(content, copied, tmp_path):
+    (copied / "model.safetensors.index.json").write_bytes(content)
+    with pytest.raises(ValueError, match="model.safetensors.index.json is no index of safetensors files"):
+        hf_efficient.export(copied, tmp_path / "out")
+
+
+@pytest.mark.parametrize("size", [0, 100, -1])
+def test_weights_that_are_cut_off_are_refused(size, copied, tmp_path):
+    path = copied / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match="model.safetensors is not a safetensors file that can be read"):
         hf_efficient.export(copied, tmp_path / "out")
 
 

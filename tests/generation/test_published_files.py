@@ -6,6 +6,8 @@ import json
 import pytest
 import torch
 from helpers import tiny_model
+from hub_directory import serving
+from huggingface_hub import hf_hub_download
 from published_heads import dflash, dflash_of_speculators, eagle, eagle3, hydra
 from safetensors.torch import load_file, save_file
 
@@ -87,8 +89,24 @@ def test_weights_may_come_in_shards(tmp_path):
     assert all(torch.equal(tensor, state[name]) for name, tensor in whole.state_dict().items()) and len(state) > 9
     for weights in ({"fc.weight": "../model.safetensors"}, {"fc.weight": "model.bin"}, ["model.safetensors"], None):
         index.write_text(json.dumps({"weight_map": weights}))
-        with pytest.raises(ValueError, match="weight_map must name safetensors files beside it"):
+        with pytest.raises(ValueError, match="weight_map must name safetensors files beside it|is no index"):
             DraftHeads.from_pretrained(tmp_path)
+
+
+def test_files_that_are_not_downloaded_yet_are_no_files_to_convert(tmp_path, monkeypatch):
+    """Offline with the config of a repository alone; gated weights."""
+    eagle3(tmp_path / "repos" / "me" / "heads", 64, 128, 50)
+    with serving(tmp_path / "repos", monkeypatch) as hub:
+        hf_hub_download("me/heads", "config.json")
+        with pytest.raises(OSError, match="couldn't find them in the cached files"):
+            DraftHeads.from_pretrained("me/heads", local_files_only=True)
+        hub.token = "hf_mine"
+        with pytest.raises(OSError, match="trying to access a gated repo"):
+            DraftHeads.from_pretrained("me/heads")
+        DraftHeads.from_pretrained("me/heads", token="hf_mine")
+        asked = len(hub.requests)
+        DraftHeads.from_pretrained("me/heads", local_files_only=True)
+        assert len(hub.requests) == asked
 
 
 def test_other_files_classes_and_targets_are_refused_by_name(tmp_path, monkeypatch):

@@ -1,18 +1,18 @@
 """Reading a saved model a tensor at a time: its files, and the model they belong to, without weights."""
 
 import contextlib
-import json
 from pathlib import Path
 
 import torch
 import transformers
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from hf_efficient.integrations.transformers_compat import model_from_config
 from hf_efficient.integrations.transformers_quantizer import EfficientQuantizer
 from hf_efficient.integrations.transformers_registration import CONFIGS
+from hf_efficient.tensor_files import shards
 
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -47,20 +47,21 @@ def open_files(folder: Path, files: contextlib.ExitStack) -> dict:
     """{name of a tensor: the open file that holds it}, of safetensors in the folder itself.
 
     Raises:
-        ValueError: a file is missing, or the index names one elsewhere.
+        ValueError: a file is missing or damaged, or the index is none or names a file elsewhere.
     """
-    names = {WHOLE}
-    if (folder / INDEX).is_file():
-        names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+    names = shards(folder / INDEX) if (folder / INDEX).is_file() else [WHOLE]
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ValueError(
-                f"{folder / INDEX} names the file {name!r}: it must be a .safetensors file in the same folder"
-            )
         if not (folder / name).is_file():
             raise ValueError(f"{folder}: the folder holds no {name}; weights are read from safetensors only")
-    opened = [files.enter_context(safe_open(folder / name, framework="pt")) for name in sorted(names)]
+    opened = [_open(folder / name, files) for name in names]
     return {key: file for file in opened for key in file.keys()}
+
+
+def _open(path: Path, files: contextlib.ExitStack):
+    try:
+        return files.enter_context(safe_open(path, framework="pt"))
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file that can be read: {error}") from None
 
 
 def check(folder: Path, handles: dict, expected: dict, tied: set[str]) -> None:

@@ -15,6 +15,7 @@ from hf_efficient.generation.drafters.published_eagle import EAGLE_TENSORS, Publ
 from hf_efficient.generation.drafters.published_hydra import PublishedHydra
 from hf_efficient.generation.drafters.published_medusa import PublishedMedusa
 from hf_efficient.generation.drafters.published_tensors import PublishedTensors
+from hf_efficient.tensor_files import shards
 
 
 CONVERT = (
@@ -70,30 +71,26 @@ def refuse(config: dict, place) -> None:
 
 def _files(place, stems: tuple[str, ...], hub_options: dict) -> list[str]:
     """The safetensors files of the first of `stems` that is there, whole or in shards."""
+    unreachable = None
     for stem in stems:
         for name in (f"{stem}.safetensors", f"{stem}.safetensors.index.json"):
             try:
                 path = cached_file(place, name, **hub_options)
-            except OSError:
+            except OSError as error:
+                if error.__cause__ is not None:  # of the Hub: there may be such a file
+                    unreachable = error
                 continue
             if name.endswith(".safetensors"):
                 return [path]
-            return [cached_file(place, shard, **hub_options) for shard in _shards(path)]
+            return [cached_file(place, shard, **hub_options) for shard in shards(path)]
+    if unreachable is not None:
+        raise unreachable
     old = "pytorch_model.bin" if stems[0] == "model" else f"{stems[0]}.pt"
     new = f"{stems[0]}.safetensors"
     raise OSError(
         f"{place} has no {new}: weights are read from safetensors only, as other files can run code when they are "
         f'opened. Convert {old} in its folder with: python -c "{CONVERT.format(old=old, new=new)}"'
     )
-
-
-def _shards(index: str) -> list[str]:
-    """The names of the files that a `model.safetensors.index.json` names."""
-    weights = _object(index).get("weight_map")
-    shards = set(weights.values()) if isinstance(weights, dict) else {None}
-    if not all(isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors") for name in shards):
-        raise ValueError(f"{index}: weight_map must name safetensors files beside it")
-    return sorted(shards)
 
 
 def _object(path: str) -> dict:
