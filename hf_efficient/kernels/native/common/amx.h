@@ -43,13 +43,31 @@ struct AmxBlocks {
     static INLINE AmxBlocks side_by_side(const void *first, int64_t blocks) {
         return {first, 64 * blocks, 64 * AMX_TERMS * blocks, 64};
     }
+    AmxBlocks from(int64_t number) const { return {(const char *)first + number * block, row, chunk, block}; }
+};
+
+// Lines of memory that are asked for while tiles are multiplied, some for each chunk: those that are read later, to the
+// second level, and rows that are written next.
+struct AmxAhead {
+    const char *read = nullptr, *read_end = nullptr;
+    int64_t reads = 0;  // for each chunk
+    char *write = nullptr;
+    int64_t ld = 0, rows = 0, writes = 0;  // bytes from row to row, how many are left, how many for each chunk
+
+    INLINE void some() {
+        for (int64_t i = 0; i < reads && read < read_end; i++, read += 64) __builtin_prefetch(read, 0, 2);
+        for (int64_t i = 0; i < writes && rows > 0; i++, rows--, write += ld) __builtin_prefetch(write, 1, 3);
+    }
+};
+struct NothingAhead {
+    INLINE void some() {}
 };
 
 // sums [rows of one or two tiles][ld_sums bytes] of `N` blocks, 64 bytes apart, += x [rows][ld bytes] times the blocks
 // from `tile` on. Signed bytes of x times unsigned ones of W, or pairs of bfloat16.
-template <bool BYTES, int ROW_TILES, int N>
+template <bool BYTES, int ROW_TILES, int N, class Ahead>
 static INLINE void amx_product(const char *x, int64_t ld, const AmxBlocks &w, const char *tile, int64_t chunks,
-                               bool begin, char *sums, int64_t ld_sums) {
+                               bool begin, char *sums, int64_t ld_sums, Ahead &ahead) {
     char *second = sums + AMX_ROWS * ld_sums;
     if (begin) {
         _tile_zero(0);
@@ -73,6 +91,7 @@ static INLINE void amx_product(const char *x, int64_t ld, const AmxBlocks &w, co
             _tile_loadd(7, tile + w.block, w.row);
             AMX_DOT(1, 4, 7);
         }
+        ahead.some();
         if constexpr (ROW_TILES == 2) {
             _tile_loadd(5, x + AMX_ROWS * ld, ld);
             AMX_DOT(2, 5, 6);
@@ -88,32 +107,43 @@ static INLINE void amx_product(const char *x, int64_t ld, const AmxBlocks &w, co
     if (N == 2 && ROW_TILES == 2) _tile_stored(3, second + 64, ld_sums);
 }
 
-template <bool BYTES, int ROW_TILES>
+template <bool BYTES, int ROW_TILES, class Ahead = NothingAhead>
 static INLINE void amx_blocks(const char *x, int64_t ld, const AmxBlocks &w, int64_t blocks, int64_t chunks, bool begin,
-                              char *sums, int64_t ld_sums) {
+                              char *sums, int64_t ld_sums, Ahead ahead = {}) {
     const char *tile = (const char *)w.first;
     int64_t b = 0;
     for (; b + 2 <= blocks; b += 2, tile += 2 * w.block)
-        amx_product<BYTES, ROW_TILES, 2>(x, ld, w, tile, chunks, begin, sums + 64 * b, ld_sums);
-    if (b < blocks) amx_product<BYTES, ROW_TILES, 1>(x, ld, w, tile, chunks, begin, sums + 64 * b, ld_sums);
+        amx_product<BYTES, ROW_TILES, 2>(x, ld, w, tile, chunks, begin, sums + 64 * b, ld_sums, ahead);
+    if (b < blocks) amx_product<BYTES, ROW_TILES, 1>(x, ld, w, tile, chunks, begin, sums + 64 * b, ld_sums, ahead);
 }
 
-// The same for any number of rows and of blocks, which lie side by side in `sums`.
+// Tiles for up to 2 * AMX_ROWS rows of x
+static INLINE void configure_rows(int64_t rows) {
+    configure_tiles(std::min<int64_t>(rows, AMX_ROWS), rows > AMX_ROWS ? rows - AMX_ROWS : rows);
+}
+
+// The same for as many rows as tiles are configured for, and any number of blocks, which lie side by side in `sums`.
+template <bool BYTES, class Ahead = NothingAhead>
+static INLINE void amx_rows_at_once(int64_t blocks, int64_t rows, const void *x, int64_t ld, const AmxBlocks &w,
+                                    int64_t chunks, bool begin, void *sums, int64_t ld_sums, Ahead ahead = {}) {
+    auto of = [&](auto tiles) __attribute__((always_inline)) {
+        amx_blocks<BYTES, decltype(tiles)::value>((const char *)x, ld, w, blocks, chunks, begin, (char *)sums, ld_sums,
+                                                  ahead);
+    };
+    if (rows > AMX_ROWS) of(std::integral_constant<int, 2>());
+    else of(std::integral_constant<int, 1>());
+}
+
+// The same for any number of rows.
 template <bool BYTES>
 static void amx_rows(int64_t blocks, int64_t rows, const void *x, int64_t ld, const AmxBlocks &w, int64_t chunks,
                      bool begin, void *sums, int64_t ld_sums) {
-    const char *from = (const char *)x;
-    char *to = (char *)sums;
     constexpr int64_t BOTH = 2 * AMX_ROWS;
-    if (rows >= BOTH) configure_tiles(AMX_ROWS, AMX_ROWS);
-    for (; rows >= BOTH; rows -= BOTH, from += BOTH * ld, to += BOTH * ld_sums)
-        amx_blocks<BYTES, 2>(from, ld, w, blocks, chunks, begin, to, ld_sums);
-    if (rows > AMX_ROWS) {
-        configure_tiles(AMX_ROWS, rows - AMX_ROWS);
-        amx_blocks<BYTES, 2>(from, ld, w, blocks, chunks, begin, to, ld_sums);
-    } else if (rows > 0) {
-        configure_tiles(rows, rows);
-        amx_blocks<BYTES, 1>(from, ld, w, blocks, chunks, begin, to, ld_sums);
+    for (int64_t row = 0; row < rows; row += BOTH) {
+        const int64_t count = std::min(BOTH, rows - row);
+        if (row == 0 || count < BOTH) configure_rows(count);
+        amx_rows_at_once<BYTES>(blocks, count, (const char *)x + row * ld, ld, w, chunks, begin,
+                                (char *)sums + row * ld_sums, ld_sums);
     }
     _tile_release();
 }

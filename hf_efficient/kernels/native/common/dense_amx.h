@@ -60,22 +60,36 @@ static void dense_amx(const uint16_t *x, const DenseProduct *products, int count
     inputs.lay_out(x, rows);
     int64_t first[MOST_DENSE_PRODUCTS + 1] = {};  // panels of AMX_COLUMNS
     for (int i = 0; i < count; i++) first[i + 1] = first[i] + ceil_div(products[i].columns, AMX_COLUMNS);
-    const int64_t panels = first[count];
+    const int64_t panels = first[count], chunks = width / 2 / AMX_TERMS;
     parallel_by_claims(panels * inputs.parts, [&](Claims &claims) {
-        static thread_local Buffer results;
-        Words *sums = results.get<Words>(AMX_COLUMNS * inputs.at_once);  // [row of w][group][row of x]
         for (int64_t unit = 0, end = 0; unit < end || claims.take(unit, end); unit++) {
             const int64_t part = unit / panels, panel = unit % panels, groups = inputs.count(part);
             const int i = std::upper_bound(first, first + count, panel) - first - 1;
             const DenseProduct &to = products[i];
             const int64_t column = (panel - first[i]) * AMX_COLUMNS;
             const int64_t columns = std::min(AMX_COLUMNS, to.columns - column);
-            amx_rows<false>(groups, columns, to.w + column * width, 2 * width, inputs.blocks(part),
-                            width / 2 / AMX_TERMS, true, sums, 64 * groups);
+            const AmxBlocks blocks = inputs.blocks(part);
             const Output out = {to.y, to.bias, to.columns, false};
-            for (int64_t group = 0; group < groups; group++)
-                store_transposed(out, sums + group, groups, columns, column,
-                                 (part * inputs.at_once + group) * LANES, rows);
+            AmxAhead ahead;
+            if (unit + 1 < end && panel + 1 < first[i + 1]) {
+                ahead.read = (const char *)(to.w + (column + columns) * width);
+                ahead.read_end = ahead.read + 2 * width * std::min(AMX_COLUMNS, to.columns - column - columns);
+                ahead.reads = ceil_div(ahead.read_end - ahead.read, 64 * chunks * ceil_div(groups, 2));
+            }
+            configure_rows(columns);
+            for (int64_t group = 0; group < groups; group += 2) {
+                const int64_t both = std::min<int64_t>(2, groups - group);
+                Words sums[AMX_COLUMNS][2];  // of a row of w and 16 rows of x
+                const int64_t row = (part * inputs.at_once + group) * LANES;
+                ahead.write = (char *)(to.y + row * to.columns + column), ahead.ld = 2 * to.columns;
+                ahead.rows = std::min(both * LANES, rows - row), ahead.writes = ceil_div(2 * LANES, chunks);
+                amx_rows_at_once<false>(both, columns, to.w + column * width, 2 * width, blocks.from(group),
+                                        chunks, true, sums, sizeof(*sums), ahead);
+                ahead.read += 64 * ahead.reads * chunks;
+                for (int64_t b = 0; b < both; b++)
+                    store_transposed(out, sums[0] + b, 2, columns, column, row + b * LANES, rows);
+            }
+            _tile_release();
         }
     });
 }
