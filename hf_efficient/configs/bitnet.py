@@ -20,7 +20,7 @@ class BitNetConfig(CompressionConfig):
     as `quantization_config` to `from_pretrained`.
 
     An ordinary checkpoint is ternarised weight by weight, with the mean magnitude as the scale. Only a model trained
-    for it (with `hf_efficient.bit_linear.BitLinear`, for example) survives that. A checkpoint of transformers'
+    for it (with `hf_efficient.bit_linear.BitLinear`, for example) keeps its quality. A checkpoint of transformers'
     `BitNetQuantConfig` is read as it is.
 
     Args:

@@ -9,8 +9,8 @@ from hf_efficient.cache.eviction.tova import TOVA
 class AdaKV(Scorer):
     """Lets the heads of a layer compete for the budget, by the scores of another scorer.
 
-    The scores must be comparable between heads: attention is, a position is not, nor are those of `TOVA`, whose heads
-    keep the same tokens.
+    The scores must be comparable between heads. Attention is. Positions are not, nor are the scores of `TOVA`, whose
+    heads keep the same tokens.
 
     Paper: Feng et al., Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation
     (https://arxiv.org/abs/2407.11550).

@@ -6,9 +6,9 @@ from hf_efficient.cache.eviction.base import Scorer, View, check_positive
 
 
 class ExpectedAttention(Scorer):
-    """Estimates the mean attention of later queries, taken to be normally distributed, times the norm of the values.
+    """Scores a token by its value's norm times the mean attention of future queries, which are assumed to be normal.
 
-    Mean and covariance of the queries are those before the rotary embedding, which is averaged over later positions.
+    Mean and covariance of the queries are taken before the rotary embedding, which is averaged over future positions.
 
     Paper: Devoto et al., Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
     Distribution (https://arxiv.org/abs/2510.00636).

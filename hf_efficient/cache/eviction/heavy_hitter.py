@@ -6,7 +6,7 @@ from hf_efficient.cache.eviction.base import Scorer, View
 
 
 class HeavyHitter(Scorer):
-    """Scores a token by the sum of the attention that all queries have paid to it.
+    """Scores a token by the sum of the attention that it has received from all queries.
 
     Paper: Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference (https://arxiv.org/abs/2306.14048).
 

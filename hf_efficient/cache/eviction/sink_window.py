@@ -6,9 +6,9 @@ from hf_efficient.cache.eviction.base import Scorer, View, check_positive
 
 
 class SinkWindow(Scorer):
-    """Scores a token by its position, and moves the sinks' keys to right before the window.
+    """Scores a token by its position, and moves the keys of the sinks to just before the window.
 
-    The text may so become longer than those that the model was trained on.
+    So a text may become longer than the texts that the model was trained on.
 
     Paper: Xiao et al., Efficient Streaming Language Models with Attention Sinks (https://arxiv.org/abs/2309.17453).
 

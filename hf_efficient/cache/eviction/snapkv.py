@@ -9,7 +9,7 @@ from hf_efficient.cache.eviction.base import Scorer, View, check_positive
 class SnapKV(Scorer):
     """Scores a token by the attention of the last queries, averaged over neighbouring tokens and the heads of a group.
 
-    The neighbours of the last tokens before the window lie in it, which in the paper do not count.
+    The last tokens before the window also have neighbours in the window, which the paper leaves out.
 
     Paper: Li et al., SnapKV: LLM Knows What You are Looking for Before Generation (https://arxiv.org/abs/2404.14469).
 

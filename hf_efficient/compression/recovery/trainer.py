@@ -86,7 +86,7 @@ class KeepMasks(TrainerCallback):
     """Keeps the zeros of pruned linear layers in any `Trainer`: a weight that is zero when training begins gets no
     gradient and is zero after every step.
 
-    For weights that are trained themselves (not through adapters), with any optimizer. A layer counts as pruned if at
+    For weights that are trained directly (not through adapters), with any optimizer. A layer counts as pruned if at
     least 1 % of its weights are zero.
 
     Raises:
