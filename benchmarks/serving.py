@@ -108,7 +108,7 @@ class Transformers:
         def timed(step, new, wanted):
             start = time.perf_counter()
             result = forward(step, new, wanted)
-            if len(new) == len(requests) == sum(len(each.tokens) for each in new) and step.is_steady:
+            if len(new.tokens) == len(requests) == new.total and step.is_steady:
                 now.append(time.perf_counter() - start)
             return result
 

@@ -6,12 +6,13 @@ the pages in one C++ call a layer. Batches that these do not take run as transfo
 """
 
 from itertools import chain, repeat
+from operator import add, sub
 from time import perf_counter
 from types import SimpleNamespace
 
 import torch
 from transformers.generation.continuous_batching import cache_allocators
-from transformers.generation.continuous_batching.input_outputs import TMP_TOKEN_ID, ContinuousBatchingIOs
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from hf_efficient.cache.request_pages import NewTokens, PageGroup, RequestPages
@@ -30,8 +31,8 @@ class BatchedIOs(ContinuousBatchingIOs):
 
     Attributes:
         pages: None where transformers' own path is taken for good.
-        batch: (requests, of how many last tokens of each the logits are wanted) of the batch that was prepared, those
-            with new tokens; None where transformers' own path runs it.
+        batch: (new tokens, of how many last ones of each request the logits are wanted) of the batch that was prepared;
+            None where transformers' own path runs it.
         drafts: what proposes tokens to verify besides; None where nothing does.
         has_budget: whether a step may take so many milliseconds only while sequences decode.
         forward_seconds: of the forwards of this package, by tokens computed.
@@ -82,25 +83,22 @@ class BatchedIOs(ContinuousBatchingIOs):
             )
         # one that shall be forked keeps the last token of its prompt for later, which may be all that is left of it
         requests_in_batch = [future for future in requests_in_batch if future.query_length]
-        tables_of_groups = [allocator.block_table for allocator in self.cache.cache_allocators.values()]
-        drafts = repeat([])
-        if self.drafts is not None and requests_in_batch:
+        states = [future.state for future in requests_in_batch]
+        names, positions = [state.request_id for state in states], [state.position_offset for state in states]
+        pasts = positions if self._evicting is None else [*map(sub, positions, map(self._evicting.dropped, names))]
+        tables = [[allocator.block_table[name] for name in names] for allocator in self.cache.cache_allocators.values()]
+        tokens = [state.tokens_to_process for state in states]
+        wanted = [future.has_new_token for future in requests_in_batch]
+        if self.drafts is not None and states:
             drafts = self._propose(requests_in_batch, num_q_tokens)
-        requests, wanted = [], []
-        for future, own in zip(requests_in_batch, drafts):
-            state = future.state
-            name, past = state.request_id, state.position_offset
-            dropped = 0 if self._evicting is None else self._evicting.dropped(name)
-            tables = [of_requests[name] for of_requests in tables_of_groups]
-            requests.append(NewTokens(state.tokens_to_process + own, past - dropped, tables, name, dropped))
-            wanted.append(future.has_new_token + len(own))
+            tokens, wanted = [*map(add, tokens, drafts)], [*map(add, wanted, map(len, drafts))]
+        for future, state in zip(requests_in_batch, states):
             state.position_offset += future.query_length
-            if future.has_new_token:
-                state.tokens_to_process = [TMP_TOKEN_ID]
-        self.batch, self.requests_in_batch = (requests, wanted), list(requests_in_batch)
-        self.num_request_in_batch, self.num_q_tokens = len(requests), num_q_tokens
+        self.batch = NewTokens(tokens, positions, pasts, tables, names), wanted
+        self.requests_in_batch = requests_in_batch
+        self.num_request_in_batch, self.num_q_tokens = len(states), num_q_tokens
         self.use_block_table, self.max_kv_read = False, 0
-        if requests:
+        if states and logits_processors.tensors_required:
             logits_processors.prepare_tensor_args(
                 requests_in_batch=requests_in_batch, arg_storage=self._bulk_input_tensor[self.static_inputs :]
             )
@@ -112,7 +110,8 @@ class BatchedIOs(ContinuousBatchingIOs):
     def sampling_inputs(self) -> dict:
         """Of a batch of ours, what processors of logits read."""
         counts = [count for count in self.batch[1] if count]
-        last = [token for request, count in zip(*self.batch) if count for token in request.tokens[-count:]]
+        new, wanted = self.batch
+        last = [token for tokens, count in zip(new.tokens, wanted) if count for token in tokens[-count:]]
         last += [0] * (self.num_request_in_batch - len(counts))
         columns = chain.from_iterable(repeat(column, count) for column, count in enumerate(counts))
         columns = [*columns, *range(len(counts), self.num_request_in_batch)]
@@ -167,20 +166,24 @@ class BatchedIOs(ContinuousBatchingIOs):
         return count
 
     def prepare_batch_update(self):
-        """As transformers', with all but the last accepted token of each request appended already, and tokens beyond a
-        budget evicted."""
-        if self._evicting is None or self.batch is None:
-            return self._accepted()
+        """As transformers', of the requests that do more than go on. Tokens beyond a budget are evicted."""
+        if self.batch is None:
+            return super().prepare_batch_update()
+        if self._evicting is None:
+            return request_options.go_on(*self._accepted())
         was_prompt = [not future.state.generated_tokens for future in self.requests_in_batch]
         result = self._accepted()
-        for future, request, is_prompt in zip(self.requests_in_batch, self.batch[0], was_prompt):
-            seen, before = future.state.position_offset, request.past + request.dropped
-            if request.name in self._evicting.block_table:
-                self._evicting.evict(request.name, seen, seen - before, is_prompt)
-        return result
+        new, _ = self.batch
+        for future, name, before, is_prompt in zip(self.requests_in_batch, new.names, new.positions, was_prompt):
+            seen = future.state.position_offset
+            if name in self._evicting.block_table:
+                self._evicting.evict(name, seen, seen - before, is_prompt)
+        return request_options.go_on(*result)
 
     def _accepted(self):
-        if self.batch is None or not any(own for _, own in self._proposed):
+        """As transformers' `prepare_batch_update`, with all but the last accepted token of each request appended
+        already."""
+        if not any(own for _, own in self._proposed):
             self._learn([0] * len(self._proposed))
             return super().prepare_batch_update()
         counts, starts = self.batch[1], [0]
@@ -215,10 +218,9 @@ class BatchedIOs(ContinuousBatchingIOs):
         return count
 
     def _learn(self, accepted: list[int]) -> None:
-        if self.drafts is not None and self.batch is not None and self.batch[0]:
+        if self.drafts is not None and self.requests_in_batch:
             proposed = [len(own) for _, own in self._proposed]
-            tokens = sum(len(request.tokens) for request in self.batch[0])
-            self.drafts.learn(self._growing, proposed, accepted, tokens)
+            self.drafts.learn(self._growing, proposed, accepted, self.batch[0].total)
         self._proposed = []
 
 
@@ -236,7 +238,7 @@ class BatchedRunner(ModelRunner):
             if getattr(ios, "has_budget", False):  # on a CPU
                 ios.forward_seconds.add(padded(ios.num_q_tokens), perf_counter() - start)
             return
-        if not ios.batch[0]:
+        if not ios.requests_in_batch:
             return
         is_first, self._forwards = self._forwards is None, self._forwards or PageForwards(ios.pages)
         growing = [bool(future.state.generated_tokens) for future in ios.requests_in_batch]
@@ -246,9 +248,8 @@ class BatchedRunner(ModelRunner):
             step.warm_up(ios.cache.num_blocks)
         start = perf_counter()
         logits, best = step(*ios.batch)
-        if step.is_steady:
-            tokens = sum(len(request.tokens) for request in ios.batch[0])
-            ios.forward_seconds.add(padded(tokens), perf_counter() - start)
+        if step.is_steady and (ios.has_budget or ios.drafts is not None):
+            ios.forward_seconds.add(padded(ios.batch[0].total), perf_counter() - start)
         is_warped = self.logit_processor.do_processing or self.do_sample
         if is_warped and isinstance(self.logit_processor, request_options.RequestProcessors):
             is_warped = not self.logit_processor.take_best(ios.requests_in_batch)

@@ -5,6 +5,7 @@ import functools
 
 from transformers.generation.continuous_batching import continuous_api
 
+from hf_efficient.integrations import transformers_decoding_steps as decoding_steps
 from hf_efficient.integrations import transformers_request_checks as request_checks
 from hf_efficient.integrations import transformers_request_options as request_options
 from hf_efficient.integrations import transformers_shared_prefixes as shared_prefixes
@@ -26,7 +27,7 @@ def register() -> None:
         manager.start = _with_all_threads(manager.start)
         manager._create_batch_processor = _knowing_the_model(manager._create_batch_processor)
         for scheduler in continuous_api.SCHEDULER_MAPPING.values():
-            scheduler.schedule_batch = step_budget.within_budget(scheduler.schedule_batch)
+            scheduler.schedule_batch = decoding_steps.at_once(step_budget.within_budget(scheduler.schedule_batch))
 
 
 def _batched_ios(cache, config, *args, **kwargs):

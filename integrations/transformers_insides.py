@@ -46,7 +46,7 @@ _GROUPED, _EVICTING = "integrations/transformers_grouped_pages.py", "integration
 _PAGES, _STEP = "integrations/transformers_quantized_pages.py", "integrations/transformers_batched_step.py"
 _CHECKS, _DRAFTS = "integrations/transformers_request_checks.py", "integrations/transformers_request_drafts.py"
 _MANAGER, _BUDGETS = "integrations/transformers_batching_manager.py", "integrations/transformers_step_budget.py"
-_OPTIONS = "integrations/transformers_request_options.py"
+_OPTIONS, _DECODING = "integrations/transformers_request_options.py", "integrations/transformers_decoding_steps.py"
 _PREFIXES = "integrations/transformers_shared_prefixes.py"
 _SERVING, _SERVER = "integrations/transformers_serving.py", "cli.serving.utils"
 _CB = "generation.continuous_batching"
@@ -97,7 +97,17 @@ OF_CONTINUOUS_BATCHING: tuple[Inside, ...] = (
     *of(_OPTIONS, f"{_CB}.cb_logits_processors", "ContinuousBatchingTopKLogitsWarper"),
     *of(_OPTIONS, f"{_CB}.cb_logits_processors", "ContinuousBatchingTopPLogitsWarper"),
     *of(_OPTIONS, f"{_CB}.requests", "RequestStatus", "RequestState.update_and_check_completion"),
-    Inside(f"transformers.{_CB}.requests:RequestState", _OPTIONS, reads="_true_initial_tokens"),
+    *(
+        Inside(f"transformers.{_CB}.requests:RequestState", _OPTIONS, reads=name)
+        for name in ("_true_initial_tokens", "_timestamps", "_new_tokens_limit", "_eos_token_ids")
+    ),
+    *of(_DECODING, f"{_CB}.requests", "FutureRequestState", "RequestStatus"),
+    *of(_DECODING, f"{_CB}.scheduler", "Scheduler._try_to_meet_safety_margin", since="5.18"),
+    Inside(f"transformers.{_CB}.scheduler:Scheduler.reset", _DECODING, reads="active_requests"),
+    Inside(f"transformers.{_CB}.scheduler:Scheduler.reset", _DECODING, reads="waiting_requests"),
+    Inside(f"transformers.{_CB}.scheduler:Scheduler.reset", _DECODING, reads="starved_requests"),
+    Inside(f"transformers.{_CB}.scheduler:Scheduler._process_candidates", _DECODING, reads="read_cache_limit"),
+    *of(_DECODING, f"{_CB}.cache", "PagedAttentionCache.count_new_complete_blocks", since="5.19"),
     *of(_OPTIONS, f"{_CB}.continuous_api", "ContinuousMixin.generate_batch"),
     *of(_OPTIONS, "generation.utils", "GenerationMixin._get_logits_processor"),
     *(
@@ -145,7 +155,7 @@ OF_CONTINUOUS_BATCHING: tuple[Inside, ...] = (
     Inside(f"transformers.{_CB}.scheduler:Scheduler.clear_cancelled_requests", _PREFIXES, reads="waiting_requests"),
     Inside(f"transformers.{_CB}.requests:RequestState.__post_init__", _CHECKS, reads="_new_tokens_limit"),
     *of(_CHECKS, f"{_CB}.cache_allocators", "CacheAllocator.needs_new_blocks", since="5.19"),
-    *of(_STEP, f"{_CB}.input_outputs", "TMP_TOKEN_ID", "ContinuousBatchingIOs.prepare_batch_tensors"),
+    *of(_STEP, f"{_CB}.input_outputs", "ContinuousBatchingIOs.prepare_batch_tensors"),
     *of(_STEP, f"{_CB}.input_outputs", "ContinuousBatchingIOs.get_model_kwargs"),
     *of(_STEP, f"{_CB}.model_runner", "ModelRunner.compute_batch"),
     *of(_STEP, f"{_CB}.model_runner", "ModelRunner._forward_process_and_sample", "ModelRunner._sample"),

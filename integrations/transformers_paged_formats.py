@@ -111,7 +111,10 @@ class ContinuousBatchingConfig(transformers.ContinuousBatchingConfig):
 class FormattedCache(PagedAttentionCache):
     """transformers' cache, built with the pages that `continuous_batching_config.kv_format` asks for. On a CPU
     `max_batch_tokens` is 512 where none is given: transformers' 8192 would keep sequences that decode waiting for
-    seconds, and gain nothing."""
+    seconds, and gain nothing.
+
+    only_allocator: that of all layers, where these see and keep all tokens; else None.
+    """
 
     def __init__(self, config, continuous_batching_config, device, *args, **kwargs):
         kv_format = getattr(continuous_batching_config, "kv_format", "auto")
@@ -134,12 +137,13 @@ class FormattedCache(PagedAttentionCache):
             super().__init__(config, continuous_batching_config, device, *args, **kwargs)
         allocators = [*self.cache_allocators.values()]
         is_plain = len(allocators) == 1 and policy is None and not hasattr(allocators[0], "sliding_window")
-        self._only = allocators[0] if is_plain else None  # the one allocator, of layers that see and keep all tokens
+        self.only_allocator = allocators[0] if is_plain else None
 
     def can_store_request_tokens(self, state, request_len: int, *args, **kwargs) -> bool:
         """As transformers', at once where the blocks that a request has are enough: for all but one step in a page."""
-        if self._only is not None and (table := self._only.block_table.get(state.request_id)) is not None:
-            if state.position_offset + request_len <= len(table) * self._only.tokens_per_page:
+        only = self.only_allocator
+        if only is not None and (table := only.block_table.get(state.request_id)) is not None:
+            if state.position_offset + request_len <= len(table) * only.tokens_per_page:
                 return True
         return super().can_store_request_tokens(state, request_len, *args, **kwargs)
 

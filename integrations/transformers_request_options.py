@@ -6,6 +6,7 @@ import copy
 import functools
 from contextlib import contextmanager
 from contextvars import ContextVar
+from time import perf_counter
 
 import torch
 from transformers.generation.continuous_batching.cb_logits_processors import (
@@ -250,6 +251,37 @@ def ends(state, token: int) -> bool:
         first = (state._true_initial_tokens or len(initial)) if stops.of_answer else 0
         tokens = initial[max(first, len(initial) - missing) :] + tokens
     return stops.ends([*tokens, token])
+
+
+def go_on(futures, tokens: list[int], logprobs: list[float] | None):
+    """Appends their next tokens to requests of which nobody hears before the next step. Returns the others, with their
+    tokens: those that end, stream, or have read their prompt or completed a page, and all where logprobs are wanted.
+
+    The arguments are what transformers' `prepare_batch_update` returns.
+    """
+    if logprobs is not None:
+        return futures, tokens, logprobs
+    others, of_others, new = [], [], iter(tokens)
+    for future in futures:
+        state, token = future.state, next(new) if future.has_new_token else None
+        generated = state.generated_tokens
+        if (
+            token is not None
+            and generated
+            and not (future.complete_blocks or state.streaming or STOPS in state.logit_processor_kwargs)
+            and len(generated) + 1 < state._new_tokens_limit
+            and token not in state._eos_token_ids
+            and state.status == RequestStatus.DECODING
+        ):
+            generated.append(token)
+            state.tokens_to_process = [token]
+            if state.record_timestamps:
+                state._timestamps.append(perf_counter())
+        else:
+            others.append(future)
+            if token is not None:
+                of_others.append(token)
+    return others, of_others, None
 
 
 def register(mixin: type, state: type) -> None:

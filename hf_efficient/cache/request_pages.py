@@ -20,14 +20,28 @@ FIRST_TABLE = 16  # blocks of a request that a block table has room for at first
 
 
 class NewTokens(NamedTuple):
-    """New tokens of a request. past: tokens that it has in the pages. tables: its blocks in each group of layers.
-    name: which request it is, where a group has rings. dropped: tokens that were evicted from the pages."""
+    """New tokens of requests, in lists with an entry for each request.
 
-    tokens: Sequence[int]
-    past: int
-    tables: list[list[int]]
-    name: str = ""
-    dropped: int = 0
+    tokens: its new tokens. positions: that of the first of them. pasts: tokens that it has in the pages, which are
+    fewer where some were evicted. tables: for each group of layers, its blocks. names: which request it is.
+    """
+
+    tokens: list[Sequence[int]]
+    positions: list[int]
+    pasts: list[int]
+    tables: list[list[list[int]]]
+    names: list[str]
+
+    @property
+    def total(self) -> int:
+        """Tokens of all requests."""
+        return sum(map(len, self.tokens))
+
+    def part(self, numbers: Sequence[int], tokens: Sequence[Sequence[int]], firsts: Sequence[int]) -> "NewTokens":
+        """Some `tokens` of the requests `numbers`, of which the numbers `firsts` are the first."""
+        positions, pasts = ([of[n] + first for n, first in zip(numbers, firsts)] for of in (self.positions, self.pasts))
+        tables = [[of_group[n] for n in numbers] for of_group in self.tables]
+        return NewTokens([*tokens], positions, pasts, tables, [self.names[n] for n in numbers])
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +94,7 @@ class RequestPages:
         self.positions = torch.zeros_like(self.tokens)
         self.starts = torch.zeros(most_tokens + 1, dtype=torch.int32)
         self.lengths = torch.zeros(most_tokens, dtype=torch.int32)
+        self._arrays = [each.numpy() for each in (self.tokens[0], self.positions[0], self.starts, self.lengths)]
         self.has_windows = any(group.window for group in groups)
         self._rings = [group.rings for group in groups if group.rings is not None]
         self.ring_rows = torch.zeros(len(groups), most_tokens, dtype=torch.int32)
@@ -105,32 +120,30 @@ class RequestPages:
         would overwrite what the first of them see."""
         return count == 1 or all(not group.window or past + count <= group.window for group in self.groups)
 
-    def fill(self, requests: list[NewTokens], width: int) -> None:
-        """Sets the tensors for a forward of `width` tokens: those of `requests`, and padding behind them."""
-        of_requests, pasts, tables, names, dropped = zip(*requests)
-        tables, counts = [*zip(*tables)], [*map(len, of_requests)]
-        longest = max(len(table) for of_group in tables for table in of_group)
-        self.make_room(longest)
-        ends = [*accumulate(counts)]
-        count, rows, self.width = ends[-1], len(requests), width
-        positions = [*map(add, pasts, dropped)]
+    def fill(self, new: NewTokens, width: int) -> None:
+        """Sets the tensors for a forward of `width` tokens: those of `new`, and padding behind them."""
+        of_requests, positions, pasts, tables, names = new
+        counts, rows = [*map(len, of_requests)], len(of_requests)
+        ends, self.width = [*accumulate(counts)], width
+        count = ends[-1]
         if count > rows:
             positions = list(chain.from_iterable(map(range, positions, map(add, positions, counts))))
-        tokens = list(chain.from_iterable(of_requests))
-        for tensor, values in ((self.tokens[0], tokens), (self.positions[0], positions)):
-            array = tensor.numpy()
-            array[:count], array[count:width] = values, 0
-        starts, lengths = self.starts.numpy(), self.lengths.numpy()
+        tokens, of_tokens, starts, lengths = self._arrays
+        tokens[:count], tokens[count:width] = list(chain.from_iterable(of_requests)), 0
+        of_tokens[:count], of_tokens[count:width] = positions, 0
         starts[1 : rows + 1], starts[rows + 1 : width + 1] = ends, count
         lengths[:rows], lengths[rows:width] = pasts, 0
+        if tables != [filled[:rows] for filled in self._filled]:
+            self.make_room(max(len(table) for of_group in tables for table in of_group))
+            for number, group in enumerate(self.groups):
+                self._fill_table(number, group.stride, tables[number])
         for number, group in enumerate(self.groups):
-            self._fill_table(number, group.stride, tables[number])
             if group.rings is not None:
                 of_rings = [*map(group.rings.row, names)]
                 group.rings.make_ready(of_rings, pasts, counts, tables[number])
                 self.ring_rows[number].numpy()[:rows] = of_rings
 
-    def _fill_table(self, number: int, stride: int, tables: Sequence[list[int]]) -> None:
+    def _fill_table(self, number: int, stride: int, tables: list[list[int]]) -> None:
         """Writes the rows that hold other blocks now."""
         filled, array = self._filled[number], self.tables[number].numpy()
         for row in [row for row, (now, before) in enumerate(zip(tables, filled)) if now != before]:

@@ -61,15 +61,16 @@ class ModelDrafts(RequestDrafts):
             excess -= limits[rows.pop()]
         step, fed = self.step(), {row: self._unread(requests[row]) for row in rows}
         while rows:
-            new = []
-            for row in rows:
-                read, some = self._reads[requests[row].id], fed[row]
-                new.append(NewTokens(some, len(read.tokens), [read.blocks]))
+            names = [requests[row].id for row in rows]
+            reads = [self._reads[name] for name in names]
+            pasts = [len(read.tokens) for read in reads]
+            new = NewTokens([fed[row] for row in rows], pasts, pasts, [[read.blocks for read in reads]], names)
+            for read, some in zip(reads, new.tokens):
                 read.tokens = read.tokens + list(some)
             start = perf_counter()
-            best = step(new, [1] * len(new))[1].tolist()
+            best = step(new, [1] * len(rows))[1].tolist()
             if step.is_steady:
-                self.step_seconds.add(sum(len(some.tokens) for some in new), perf_counter() - start)
+                self.step_seconds.add(new.total, perf_counter() - start)
             for row, token in zip(rows, best):
                 drafts[row].append(token)
             rows = [row for row in rows if len(drafts[row]) < limits[row]]

@@ -39,9 +39,9 @@ def test_prompts_come_in_parts_while_others_decode(monkeypatch):
     """A budget that no step keeps: after the first, none has more than the least part of a prompt."""
     model, widths, original = tiny_model("llama"), [], CapturedStep.__call__
 
-    def counting(self, requests, wanted):
-        widths.append((sum(len(request.tokens) == 1 for request in requests), sum(len(r.tokens) for r in requests)))
-        return original(self, requests, wanted)
+    def counting(self, new, wanted):
+        widths.append((sum(len(tokens) == 1 for tokens in new.tokens), new.total))
+        return original(self, new, wanted)
 
     prompts = [list(range(10, 120)), list(range(5, 105))]
     expected = one_by_one(model, prompts)

@@ -108,8 +108,8 @@ def test_only_replayed_forwards_of_few_tokens_tell_their_seconds(forwards, monke
     """Eager ones take twice as long, and are captured the next time."""
     steady, original = [], CapturedStep.__call__
 
-    def noting(self, requests, wanted):
-        result = original(self, requests, wanted)
+    def noting(self, new, wanted):
+        result = original(self, new, wanted)
         steady.append(self.is_steady)
         return result
 
@@ -315,9 +315,9 @@ def test_prefixes_are_shared(is_shared, monkeypatch):
     model, computed, original = tiny_model("llama"), [], CapturedStep.__call__
     expected = one_by_one(model)
 
-    def counting(self, requests, wanted):
-        computed.append(sum(len(request.tokens) for request in requests))
-        return original(self, requests, wanted)
+    def counting(self, new, wanted):
+        computed.append(new.total)
+        return original(self, new, wanted)
 
     monkeypatch.setattr(CapturedStep, "__call__", counting)
     manager, prompts = manager_of(model, allow_block_sharing=is_shared), []
@@ -334,13 +334,13 @@ def test_prefixes_are_shared(is_shared, monkeypatch):
 
 def test_parts_of_a_batch():
     """Forwards of at most 4 tokens; the last token of a prompt asks for logits, wherever it falls."""
-    requests = [NewTokens([1], 7, [[0]]), NewTokens([2, 3, 4, 5, 6], 0, [[1]]), NewTokens([7], 3, [[2]])]
-    parts = list(captured_step._parts(requests, [True, True, False], 4, 4))
-    assert [[(part.tokens, part.past) for part in each] for each, _ in parts] == [
-        [([1], 7), ([2, 3, 4], 0)],
-        [([5, 6], 3), ([7], 3)],
+    new = NewTokens([[1], [2, 3, 4, 5, 6], [7]], [9, 0, 3], [7, 0, 3], [[[0], [1], [2]]], ["a", "b", "c"])
+    parts = list(captured_step._parts(new, [True, True, False], 4, 4))
+    assert [part for part, _ in parts] == [
+        NewTokens([[1], [2, 3, 4]], [9, 0], [7, 0], [[[0], [1]]], ["a", "b"]),
+        NewTokens([[5, 6], [7]], [3, 3], [3, 3], [[[1], [2]]], ["b", "c"]),
     ]
     assert [index for _, index in parts] == [[0], [1]]
-    parts = list(captured_step._parts(requests, [True, True, False], 4, 2))  # two tokens of a request at most
-    assert [[len(part.tokens) for part in each] for each, _ in parts] == [[1, 2], [2], [1, 1]]
+    parts = list(captured_step._parts(new, [True, True, False], 4, 2))  # two tokens of a request at most
+    assert [[*map(len, part.tokens)] for part, _ in parts] == [[1, 2], [2], [1, 1]]
     assert [index for _, index in parts] == [[0], [], [0]]

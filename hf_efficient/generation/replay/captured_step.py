@@ -59,18 +59,18 @@ class CapturedStep:
         self._eager: Counter[tuple[int, int]] = Counter()  # forwards that were not replayed
         self._dropped: Counter[tuple[int, int]] = Counter()  # captures that made room for others
 
-    def __call__(self, requests: list[NewTokens], wanted: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends the tokens of `requests` to their pages. wanted: after how many of its last new tokens the logits are
+    def __call__(self, new: NewTokens, wanted: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends new tokens of requests to their pages. wanted: after how many of its last new tokens the logits are
         computed, for each request.
 
         Returns logits [rows, vocabulary] of those that are wanted, and their argmax int64 [rows], in tensors that the
         next call overwrites.
         """
         self.is_steady = True
-        counts = [len(request.tokens) for request in requests]
+        counts = [*map(len, new.tokens)]
         if sum(counts) <= self.pages.most_tokens and max(counts) <= self.pages.most_of_request:
-            return self._run(requests, _wanted(counts, wanted))
-        parts = _parts(requests, wanted, self.pages.most_tokens, self.pages.most_of_request)
+            return self._run(new, _wanted(counts, wanted))
+        parts = _parts(new, wanted, self.pages.most_tokens, self.pages.most_of_request)
         results = [[tensor.clone() for tensor in self._run(*part)] for part in parts]
         return tuple(torch.cat(tensors) for tensors in zip(*results))
 
@@ -84,7 +84,7 @@ class CapturedStep:
         if not self.is_capturable or is_being_watched() or has_rings:
             return
         self.pages.make_room(min(blocks, MOST_BLOCKS))
-        nobody = [NewTokens([], 0, [[]] * len(self.pages.groups))]
+        nobody = NewTokens([[]], [0], [0], [[[]]] * len(self.pages.groups), [""])
         for width in (width for width in WIDTHS if width <= FEW_TOKENS):
             for rows in sorted({min(width, rows) for rows in LOGITS}):
                 self.pages.fill(nobody, width)
@@ -92,11 +92,10 @@ class CapturedStep:
                 for _ in range(FEW_EAGER + 1):
                     self._forward(width, rows, True)
 
-    def _run(self, requests: list[NewTokens], index: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        count = sum(len(request.tokens) for request in requests)
-        width = next(width for width in WIDTHS if width >= count)
-        rows = min(width, next(rows for rows in LOGITS if rows >= max(len(index), width // 8)))
-        self.pages.fill(requests, width)
+    def _run(self, new: NewTokens, index: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        width = WIDTHS[bisect_left(WIDTHS, new.total)]
+        rows = min(width, LOGITS[bisect_left(LOGITS, max(len(index), width // 8))])
+        self.pages.fill(new, width)
         self._index.numpy()[: len(index)], self._index.numpy()[len(index) : rows] = index, 0
         logits, best = self._forward(width, rows, bool(index))
         return logits[: len(index)], best[: len(index)]
@@ -153,22 +152,20 @@ def padded(tokens: int) -> int:
     return whole + (left and WIDTHS[bisect_left(WIDTHS, left)])
 
 
-def _parts(
-    requests: list[NewTokens], wanted: list[int], most: int, most_of_request: int
-) -> Iterator[tuple[list[NewTokens], list[int]]]:
-    """Cuts the requests into forwards of at most `most` tokens, each with the numbers of the tokens whose logits are
+def _parts(new: NewTokens, wanted: list[int], most: int, most_of_request: int) -> Iterator[tuple[NewTokens, list[int]]]:
+    """Cuts new tokens into forwards of at most `most` tokens, each with the numbers of the tokens whose logits are
     wanted. A prompt may be cut: its later tokens see the earlier ones in the pages."""
     part, index, count = [], [], 0
-    for request, rows in zip(requests, wanted):
+    for number, (tokens, rows) in enumerate(zip(new.tokens, wanted)):
         first = 0
-        while first < len(request.tokens):
-            taken = request.tokens[first : first + min(most - count, most_of_request)]
-            part.append(request._replace(tokens=taken, past=request.past + first))
+        while first < len(tokens):
+            taken = tokens[first : first + min(most - count, most_of_request)]
+            part.append((number, taken, first))
             first, count = first + len(taken), count + len(taken)
-            rows_here = min(len(taken), max(0, rows - (len(request.tokens) - first)))
+            rows_here = min(len(taken), max(0, rows - (len(tokens) - first)))
             index += range(count - rows_here, count)
-            if count == most or first < len(request.tokens):
-                yield part, index
+            if count == most or first < len(tokens):
+                yield new.part(*zip(*part)), index
                 part, index, count = [], [], 0
     if part:
-        yield part, index
+        yield new.part(*zip(*part)), index
