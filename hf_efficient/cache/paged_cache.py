@@ -198,10 +198,9 @@ class PagedCache(DecodeStepMixin, MovesMixin, Cache):
     def rewind(self, lengths: list[int]) -> None:
         """Shortens sequence b to `lengths[b]` tokens (at most what it has) and frees the blocks beyond.
 
-        Afterwards `get_seq_length()` is the longest sequence. When lengths differ, the next forward needs
-        `position_ids`. Under "flash_paged" a 2-D mask, if one is given, has the shorter sequences at the right (padding
-        on the left). Under other attention implementations every sequence stands at the left: the forward needs a 4-D
-        mask, and raises ValueError without one.
+        Afterwards `get_seq_length()` is the longest sequence. If lengths differ, the next forward needs `position_ids`.
+        Under "flash_paged" a 2-D mask, if any, has padding on the left. Under other attention implementations padding
+        is on the right: the forward needs a 4-D mask, and raises ValueError without one.
         """
         self.state.check_idle()
         lengths = [int(length) for length in lengths]

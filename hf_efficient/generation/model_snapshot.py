@@ -333,8 +333,8 @@ def _package(value) -> str:
 
 
 def _glance(value, depth: int = 3):
-    """What lies in a global of the user's, so many containers and plain objects deep; of other objects their id, so
-    that nothing is kept alive. An int, the id, where nothing is looked into."""
+    """The contents of a global of the user's, down to `depth` nested containers and plain objects. Other objects are
+    represented by their id, so that nothing is kept alive."""
     if isinstance(value, torch.Tensor):
         return id(value), value.data_ptr(), value._version, value.shape
     if isinstance(value, contextvars.ContextVar):

@@ -40,8 +40,8 @@ def attention_functions(config) -> tuple:
 
 
 def can_replace_sdpa(model) -> bool:
-    """Whether ours can stand in for the model's "sdpa": transformers' own, in a text decoder that takes flash, beside
-    an encoder, or after a prompt with images or sound."""
+    """Whether this package's attention can replace the model's "sdpa". It must be transformers' own, in a text decoder
+    that supports flash attention, with or without an encoder, or after a prompt with images or sound."""
     config = decoder_config(model)
     if attention_of(config) != "sdpa" or not (model.config is config or reads_media(model)):
         return False

@@ -12,14 +12,14 @@ from hf_efficient.cache.bookkeeping.tensors import lazy_zeros, to_device
 
 
 class DeviceTables:
-    """What the kernels are told of one forward.
+    """The tensors that kernels read in one forward.
 
-    block_table: int32 [B, blocks], the blocks of each sequence; entries beyond its tokens mean nothing. As wide as a
+    block_table: int32 [B, blocks], the blocks of each sequence; entries beyond its tokens are undefined. As wide as a
         pool of fixed size, else a power of two.
     cache_seqlens: int32 [B], tokens of each sequence before the forward, without dropped ones.
     dropped: int32 [B], dropped tokens; None in a pool that has dropped none.
-    query_starts: int32 [B + 1], of a forward whose sequences stand end to end: where the new tokens of each begin.
-    columns: int64 [], what transformers calls the sequence length before the forward.
+    query_starts: int32 [B + 1], where the new tokens of each sequence begin, in a forward of packed sequences.
+    columns: int64 [], the sequence length before the forward, as transformers counts it.
     """
 
     def __init__(self, pool: BlockPool, starts: list[int], columns: int, device):

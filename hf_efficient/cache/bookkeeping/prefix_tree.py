@@ -15,7 +15,7 @@ UNKNOWN = -1  # in place of a token id: the tree neither stores nor finds it, no
 
 class Node:
     """A stored block. edge: its tokens; the path from the root holds those of the blocks before it. tier, block: where
-    it lies. beginning: what the owner keeps beside the block."""
+    it is stored. beginning: data of the owner that belongs to the block."""
 
     __slots__ = ("beginning", "block", "children", "edge", "parent", "tier")
 

@@ -41,7 +41,7 @@ class GraphForward(CapturedForward):
 
     @staticmethod
     def in_fewer_kernels(forward: Callable, tokens: int) -> Callable:
-        """`forward` of so many tokens (of all sequences) as it is captured."""
+        """`forward` with fused kernels, if a forward of `tokens` tokens of all sequences has them."""
         return fused(forward) if tokens <= MOST_TOKENS else forward
 
 

@@ -34,30 +34,31 @@ PROOF, SURE_REPEAT = 1.0, 20
 
 
 class DraftLengthPolicy:
-    """Chooses step by step how deep to draft and how much of a proposal to verify: what gives most tokens a second.
+    """Chooses in every step how deep to draft and how much of a proposal to verify: what gives the most tokens per
+    second.
 
-    The latency model and the acceptance statistics outlive the call: a drafter that did not pay on as many sequences
-    continues its pause. One whose drafts have saved steps in a call begins the next anew, however the text ended.
+    The latency model and the acceptance statistics outlive the call. A drafter that did not pay on the same number of
+    sequences continues its pause. One whose drafts have saved steps in a call starts the next call without a pause.
 
-    What drafts may cost is bounded, as this class counts it: of n steps `LOST_SHARE` of n, reading prompts among it,
-    and `INVESTED_SHARE` of n for reading prompts for trials. Beside that stand `CREDIT` plain steps, the first
-    captures, `SAVED_SHARE` of what was saved for others, and what a call loses before it ends: during a call accepted
-    tokens count by their mean over the sequences, and only at its end by how many steps the longest sequence came
-    sooner. A drafter that has lost more rests, but for trials after pauses that double, until that is saved again, or
-    until one step of a trial saves `PROOF`.
+    The cost of drafts is bounded, as this class counts it. Of n steps they may cost `LOST_SHARE` of n, including the
+    reading of prompts, and `INVESTED_SHARE` of n for reading prompts for trials. In addition they may cost `CREDIT`
+    plain steps, the first captures, `SAVED_SHARE` of what was saved in other calls, and what a call loses before it
+    ends. (During a call accepted tokens count by their mean over the sequences, and only at its end by the number of
+    steps by which the longest sequence ended sooner.) A drafter that has lost more rests until that is saved again, or
+    until one step of a trial saves `PROOF`. Trials come after pauses that double.
 
     With `timed=False` the choice depends on neither a clock nor earlier calls: a forward counts as 1, a drafted token
-    as `draft_cost`. Sampled runs with a drafter that draws need that, as there the draft's length changes which random
-    numbers the target's tokens are drawn by.
+    as `draft_cost`. Sampled runs with a drafter that samples need this, because there the length of a draft determines
+    which random numbers the target's tokens are sampled with.
 
     Args:
         rows: sequences in the batch.
         depth: the deepest draft, in tokens.
         latency: of the target.
         statistics: sequences in the batch -> statistics of the drafter on such batches; entries are added.
-        draft_cost: seconds of drafting one token by those of a forward, for `timed=False`.
-        padded: how many positions a forward of so many sequences and positions computes.
-        capture_seconds: seconds of capturing the next forward of so many sequences and positions, 0.0 if it needs none.
+        draft_cost: time of drafting one token, relative to a forward, for `timed=False`.
+        padded: (sequences, positions) -> how many positions a forward of that size computes.
+        capture_seconds: (sequences, positions) -> seconds of capturing the next such forward, 0.0 if it needs none.
         captures_so_far: how many captures the process has made so far.
     """
 

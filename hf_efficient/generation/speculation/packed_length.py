@@ -16,14 +16,14 @@ STEP_VALUE = 1.5
 
 
 class PackedLengthPolicy(DraftLengthPolicy):
-    """A `DraftLengthPolicy` that gives each sequence a draft length of its own, by what its tokens gain.
+    """A `DraftLengthPolicy` that gives each sequence its own draft length, by what its tokens gain.
 
-    A forward takes a base time and then more for each token. A token that is accepted saves its own later, and takes
-    the sequence a step further; that saves the base time as far as the batch waits for this sequence.
+    A forward takes a base time and additional time per token. An accepted token saves its own time later, and takes its
+    sequence a step further. That saves the base time as far as the batch waits for this sequence.
 
     Args:
-        packed: how many tokens a forward of so many tokens of all sequences computes; None for too many.
-        packed_capture_seconds: seconds of capturing the next forward of so many sequences and tokens.
+        packed: how many tokens a forward of this many tokens of all sequences computes; None if it is too large.
+        packed_capture_seconds: (sequences, tokens) -> seconds of capturing the next such forward.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ class RequestDraftPolicy:
         return self._steps_to_trial > 0
 
     def count(self, won: float, spent: float, drafts: int) -> None:
-        """A step in which so many drafts were verified, and won and cost so many seconds."""
+        """Records a step that verified `drafts` drafts. won, spent: seconds that they saved and took."""
         self.balance = DRAFT_DECAY * self.balance + won - MARGIN * spent
         if self.balance >= 0:
             self._pause = 0
