@@ -36,8 +36,8 @@ class Context:
     def surprisal(self, tokens: list[int]) -> torch.Tensor:
         """-log p of every token after the context and the tokens before it: float32 [len(tokens)], nats, on the CPU.
 
-        The context stays as it is. A token that nothing stands before gets the log of the vocabulary's size. Of more
-        tokens than the model has positions each is judged after those that fit.
+        The context does not change. A token without any before it gets the log of the vocabulary's size. If there are
+        more tokens than the model has positions, each one is predicted from the last ones that fit.
         """
         if self.positions is not None and len(tokens) > (room := self.positions - len(self.head)):
             step, parts = max(room // 2, 1), []

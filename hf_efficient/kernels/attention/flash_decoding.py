@@ -18,12 +18,12 @@ from hf_efficient.kernels.attention.pages import Pages, check_blocks
 
 
 class Segments(NamedTuple):
-    """Stretches of tokens, those first that every query of their sequence sees whole.
+    """Ranges of tokens. Those that every query of their sequence attends to as a whole come first.
 
     sequences: int64 [n], the index in the batch.
     keys: int64 [n], the index of the first key.
-    blocks: int64 [n, pages], 0 where there is none.
-    present: bool [n, pages], where there is a block.
+    blocks: int64 [n, pages], 0 for no block.
+    present: bool [n, pages], whether there is a block.
     whole: how many of the segments need no mask.
     """
 

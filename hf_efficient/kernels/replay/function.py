@@ -9,10 +9,10 @@ from hf_efficient.kernels.replay.recorder import Capture, NotReplayable, interpr
 
 class CapturedFunction:
     """`function(*inputs)`, captured at the first call with inputs of these shapes and replayed at later ones. The
-    result lies in tensors that the next call with these shapes overwrites.
+    result is in tensors that the next call with these shapes overwrites.
 
-    All other tensors that the function reads must stay where they lie. The function runs eagerly where there is no
-    compiler, the inputs are not on a CPU, or it cannot be captured.
+    All other tensors that the function reads must keep their addresses. The function runs eagerly if there is no
+    compiler, if the inputs are not on a CPU, or if it cannot be captured.
     """
 
     def __init__(self, function: Callable):
