@@ -32,37 +32,40 @@ class ContinuousBatchingConfig(transformers.ContinuousBatchingConfig):
     """transformers' `ContinuousBatchingConfig` with more arguments, for `generate_batch`, `init_continuous_batching`
     and `continuous_batching_context_manager` of a model with `attn_implementation="flash_paged"`:
 
-        model.generate_batch(prompts,
-        continuous_batching_config=hf_efficient.ContinuousBatchingConfig(kv_format="int8"))
+    >>> config = hf_efficient.ContinuousBatchingConfig(kv_format="int8")
+    >>> model.generate_batch(prompts, continuous_batching_config=config)
 
     Args:
         kv_format: how keys and values are stored. "auto": in the model's dtype. "int8", "fp8" (float8_e4m3fn): one byte
-            a number and one float16 scale a token and head, (D + 2) / 2D of bfloat16's bytes for head dim D: nearly
-            twice the tokens in the same memory. "int4", "int2", on a CPU: the pages of `PagedCache(kv_format="int4")`,
-            of 8, 16, 32, 64, 128 or 256 tokens (`page_size`). A request keeps its first page and its newest 128 to 256
-            tokens besides, in the model's dtype, so this pays for long requests. Requests do not share prefixes then,
-            and layers must not have windows. `num_blocks` counts blocks of the format.
-        prompt_lookup_num_tokens: drafts of a request at most, that are copied from its own text (`PromptLookup`).
+            per number and one float16 scale per token and head, (D + 2) / 2D of bfloat16's bytes for head dim D.
+            "int4", "int2", on a CPU: as in `PagedCache`, in pages of 8 to 256 tokens, a power of two (`page_size`). A
+            request keeps its first page and its newest 128 to 256 tokens in the model's dtype, in addition, so this
+            pays for long requests. Requests then share no prefixes, and layers must not have sliding windows.
+            `num_blocks` counts blocks of the format.
+        prompt_lookup_num_tokens: the most drafted tokens of a request, copied from its own text (`PromptLookup`).
         assistant_model: a smaller model that drafts, with the model's tokenizer and attn_implementation="flash_paged".
-            Its `generation_config.num_assistant_tokens` limits the drafts. Its pages take memory besides.
-        eviction: an `EvictionPolicy` by which requests lose tokens, as in `PagedCache(eviction=...)`, on a CPU. Its
-            scorer must look at nothing but stored tokens and keep equally many of each head: `KeyNorm`, `SinkWindow`.
-            Requests do not share prefixes then, layers must not have windows, and an assistant model cannot draft. A
-            prompt in parts loses tokens after each part, and a request that begins anew reads its answer as a prompt.
-        max_ms_between_tokens: milliseconds that a step may take while sequences decode, by measured seconds. Prompts
-            come in parts that fit, of at least 16 tokens. On a CPU.
+            Its `generation_config.num_assistant_tokens` limits the drafts. Its pages take memory in addition.
+        eviction: an `EvictionPolicy`, as in `PagedCache(eviction=...)`, on a CPU. Its scorer must read only stored
+            tokens and keep the same number of tokens in each head: `KeyNorm` or `SinkWindow`. Requests then share no
+            prefixes, layers must not have sliding windows, and an assistant model cannot draft. A prompt that is read
+            in parts loses tokens after each part, and a request that starts again reads its answer as part of the
+            prompt.
+        max_ms_between_tokens: target in milliseconds for a step while sequences decode, by measured times, on a CPU.
+            Prompts are read in parts that fit, of at least 16 tokens.
 
-    Drafts are verified in the forward that computes a request's next token, on a CPU. As many are made as pay, by
-    measured seconds and by what was accepted; where none pay the drafter rests.
+    Drafts are verified in the forward that computes a request's next token, on a CPU. Their number follows from
+    measured times and acceptance, and may be 0.
 
     Keys and values that are read from the pages are rounded. The new ones of sliding-window layers are not, nor those
     of a forward that reads nothing from the cache (whole prompts, not padded for CUDA graphs). So tokens may depend on
-    how requests are batched, within what the format rounds. int4 and int2 read a prompt in parts of at most 193 tokens.
+    how requests are batched, within the rounding of the format. int4 and int2 read prompts in parts of at most 193
+    tokens.
 
-    Raises ValueError for another format or eviction than these, for both drafters, for eviction beside an assistant or
-    int4 and int2, and for any of these arguments with transformers before 5.19. For a model without that attention, the
-    manager raises it for a drafter, and building the cache for a format. Building the cache also raises it for int4,
-    int2 and eviction on a GPU, with sliding windows or without the C++ kernels, and for `cpu_offload_space` on a CPU.
+    Raises:
+        ValueError: another format or eviction; both drafters; eviction with an assistant, int4 or int2; any of these
+            arguments with transformers before 5.19. The manager raises it for a drafter if the model has another
+            attention. Building the cache raises it for a format if the model has another attention, for int4, int2 and
+            eviction on a GPU, with sliding windows or without the C++ kernels, and for `cpu_offload_space` on a CPU.
     """
 
     kv_format: str = "auto"
