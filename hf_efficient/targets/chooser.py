@@ -140,6 +140,13 @@ class TargetChooser:
             found.update({name: name for name in absent if name not in known})
         elif new := [name for name in promised if name not in known]:
             self.config.modules_to_not_convert = [*(self.config.modules_to_not_convert or ()), *new]
+        if dense and not found:
+            raise ValueError(
+                f"the config.json of the checkpoint has a quantization_config ({type(self.config).__name__}), but its "
+                f"files hold no compressed weight of {type(self.model).__name__}, only plain ones, for example "
+                f"{sorted(dense)[0]}: delete quantization_config there, and load them as they are or with "
+                "from_pretrained(quantization_config=...)"
+            )
         if not self.config.dequantize and (unusable := sorted(known & found.keys())):
             raise ValueError(
                 f"the checkpoint holds {unusable[0]} in compressed form, but {type(self.model).__name__} reads its "
