@@ -28,6 +28,7 @@ PARTS = (  # every canonical tensor of any format
     *("qweight", "scale", "zero_point", "minimum", "codebook", "scale_codes", "scale_scale", "scale_mean"),
     *("activation_scale", "activation_zero_point", "outlier_columns", "outlier_weight"),
     *("input_order", "input_scale", "rotation_signs", "bitmap", "places"),
+    *("factors", "salient", "values", "magnitude", "group_bits"),
 )
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ANY_FLOAT = torch.float64  # passed to a format as the dtype of the weight, to tell which tensors follow it

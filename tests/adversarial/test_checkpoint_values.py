@@ -9,8 +9,10 @@ import torch
 from helpers import tiny_model
 from raw_checkpoint import Checkpoint
 from safetensors.torch import load_file, save_file
+from table import METHODS
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from hf_efficient import BitNetConfig, SparseConfig, W8A8Config, WeightOnlyConfig
 from hf_efficient.checkpoints import saved_tensors
@@ -337,11 +339,13 @@ def test_what_is_whole_is_loaded_in_any_dtype(saved):
 
 
 def test_every_canonical_tensor_has_a_name_that_is_looked_for():
-    parts = set()
-    for config in [*OWN.values(), WeightOnlyConfig(zero_point="minimum", input_scale=True, input_order=True)]:
-        parts |= set(config.format().shapes(96, 64))
-    parts |= set(W8A8Config(method="llm_int8", outlier_columns=2).format().shapes(96, 64))
-    parts |= set(SparseConfig(sparsity=0.5, method="magnitude").format().shapes(96, 64))
+    configs, parts = [*OWN.values(), WeightOnlyConfig(zero_point="minimum", input_scale=True, input_order=True)], set()
+    for row in METHODS.values():
+        arguments = {name: value for name, value in row.items() if name != "quant_method"}
+        configs.append(AUTO_QUANTIZATION_CONFIG_MAPPING[row["quant_method"]](**arguments))
+    for config in configs:
+        if not getattr(config, "mixed_precision", False):
+            parts |= set(config.format().shapes(96, 64))
     assert parts == set(saved_tensors.PARTS)
     model = nn.Module()
     model.layer = nn.Linear(2, 2)
