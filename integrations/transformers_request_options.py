@@ -33,6 +33,8 @@ OF_SAMPLING = "do_sample", "temperature", "top_k", "top_p"
 STOPS = "stop_strings"
 _WARPERS = TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 _GIVEN: ContextVar[dict] = ContextVar("given")  # see `giving`
+_COLDEST = 1e-30  # a logit divided by less is infinite in float32, which ends the loop for all requests
+_LARGEST = torch.iinfo(torch.int32).max  # top_k
 
 
 class _DoSample(ContinuousBatchingLogitsProcessor):
@@ -125,11 +127,11 @@ class RequestProcessors(ContinuousBatchingLogitsProcessorList):
         self._do_sample = _DoSample(bool(generation_config.do_sample))
         ours = [
             self._do_sample,
-            _Temperature(TemperatureLogitsWarper(float(config.temperature or 1.0))),
+            _Temperature(TemperatureLogitsWarper(max(float(config.temperature or 1.0), _COLDEST))),
             _TopK(TopKLogitsWarper(config.top_k or 1)),
             _TopP(TopPLogitsWarper(1.0 if config.top_p is None else config.top_p)),
         ]
-        ours[2].top_k = config.top_k or 0
+        ours[2].top_k = min(config.top_k or 0, _LARGEST)
         others = [each for each in found[True][first:] if type(each) not in _WARPERS]
         super().__init__(
             LogitsProcessorList([*found[True][:first], *ours, *others]),
@@ -221,8 +223,12 @@ def checked(manager, tokenizer=None, **options) -> dict:
     if asked and not options.get("do_sample", manager.logit_processor.default_do_sample):
         if warps := [name for name in asked if name != "do_sample"]:
             raise ValueError(f"{warps[0]}={options[warps[0]]} changes nothing without do_sample=True")
-    for name in {"temperature", "top_p"} & {*asked}:
-        options[name] = float(options[name])
+    if "temperature" in asked:
+        options["temperature"] = max(float(options["temperature"]), _COLDEST)
+    if "top_p" in asked:
+        options["top_p"] = float(options["top_p"])
+    if "top_k" in asked:
+        options["top_k"] = min(options["top_k"], _LARGEST)
     if strings is not None:
         options[STOPS] = strings if isinstance(strings, StopStrings) else StopStrings(strings, tokenizer)
     return options
@@ -233,7 +239,7 @@ def check(name: str, value) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     is_allowed, allowed = {
         "do_sample": (isinstance(value, bool), "True or False"),
-        "temperature": (is_number and 0 < value < float("inf"), "a number greater than 0; do_sample=False for none"),
+        "temperature": (is_number and 0 < value < 1e308, "a number greater than 0; do_sample=False for none"),
         "top_k": (is_number and isinstance(value, int) and value >= 0, "an integer of at least 1, or 0 for all"),
         "top_p": (is_number and 0 < value <= 1, "a number greater than 0 and at most 1"),
     }[name]

@@ -268,6 +268,7 @@ def test_a_batch_in_which_nobody_samples_draws_nothing(monkeypatch):
     [
         (dict(do_sample=True, temperature=0.0), "temperature=0.0: must be a number greater than 0; do_sample=False"),
         (dict(do_sample=True, temperature=float("nan")), "temperature=nan"),
+        (dict(do_sample=True, temperature=10**400), "temperature=10+: must be a number"),
         (dict(do_sample=True, top_p=1.5), "top_p=1.5: must be a number greater than 0 and at most 1"),
         (dict(do_sample=True, top_k=2.5), "top_k=2.5: must be an integer of at least 1, or 0"),
         (dict(do_sample="yes"), "do_sample='yes': must be True or False"),
@@ -279,6 +280,20 @@ def test_bad_options_are_refused_by_name(options, message):
     manager = manager_with(tiny_model("llama"))
     with pytest.raises(ValueError, match=message):
         manager.add_request(PROMPTS[0], **options)
+
+
+@pytest.mark.parametrize("default", [{}, dict(do_sample=True, temperature=1e-50, top_k=10**22)])
+def test_extreme_options_end_no_manager(default):
+    """As temperature 0 and all tokens. They overflowed float32 and int32 in the loop of all requests."""
+    manager, prompt = manager_with(tiny_model("llama"), default), PROMPTS[0]
+    manager.start()
+    try:
+        options = [dict(do_sample=False), dict(do_sample=True, temperature=1e-50, top_k=10**22), dict(do_sample=True)]
+        outputs = results_of(manager, [(prompt, each) for each in options])
+    finally:
+        manager.stop(block=True)
+    greedy, cold, other = (output.generated_tokens for output in outputs)
+    assert cold == greedy and other and (other == greedy or not default)
 
 
 def test_options_of_requests_are_asked_for_in_the_config():
