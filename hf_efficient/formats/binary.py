@@ -2,7 +2,7 @@
 
 Every magnitude is stored as a whole number of steps of its row, in 8 bits. On CPUs kernels read the codes of 2 bits of
 BiLLM and DB-LLM. Else a weight is an int8 weight with a scale a row, and the kernels of 8 bits multiply it as it is: in
-memory it takes their 8 bits besides those that are stored."""
+memory it takes their 8 bits, and those of what the codes are made of again when it is saved: for PB-LLM the bitmap."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from hf_efficient.formats.affine import AffineFormat
 from hf_efficient.formats.base import Format, even_mask
 from hf_efficient.formats.grouped_codes import GroupedCodes
 from hf_efficient.kernels.linear.codes import expand_groups, pack_codes, packed_width, unpack_codes
-from hf_efficient.kernels.linear.layout import RestoredLayout
+from hf_efficient.kernels.linear.layout import Layout, RestoredLayout
 from hf_efficient.kernels.linear.native_binary import NativeBinaryLayout
 
 
@@ -34,18 +34,22 @@ class BinaryFormat(Format):
         return self.integers(tensors, in_features).to(dtype).mul_(tensors["scale"].to(dtype))
 
     def codes_of(self, integers: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The "qweight" of a weight [N, K] in steps, int8: of codes with one meaning the first. tensors: the others."""
+        """The "qweight" of a weight [N, K] in steps, int8: of codes with one meaning the first. tensors: those that do
+        not follow from it."""
         raise NotImplementedError
 
     def layout(self, tensors, in_features, dtype):
         codes = (self.integers(tensors, in_features) ^ -128).view(torch.uint8)  # + 128
         layout = _INT8.layout({"qweight": codes, "scale": tensors["scale"]}, in_features, dtype)
-        own = {name: tensor for name, tensor in tensors.items() if name != "qweight"}
         if layout.replaces_qweight:
-            layout = RestoredLayout(layout, lambda each: self.codes_of(each.canonical().view(torch.int8) ^ -128, own))
+            layout = self._restored(layout, {n: t for n, t in tensors.items() if n not in ("qweight", "scale")})
             if torch.equal(layout.canonical(), tensors["qweight"]):
                 return layout
         return self.dequantized_layout(tensors, in_features, dtype)
+
+    def _restored(self, layout: Layout, own: dict[str, torch.Tensor]) -> RestoredLayout:
+        """The layout of `_INT8` for a weight whose canonical tensors besides codes and scales are `own`."""
+        return RestoredLayout(layout, lambda each: self.codes_of(_in_steps(each), own))
 
 
 class TwoBitFormat(GroupedCodes, BinaryFormat):
@@ -204,6 +208,15 @@ class PartlyBinaryFormat(BinaryFormat):
         mask = even_mask(out_features, in_features, self.salient(out_features, in_features))
         return {**super().blank(out_features, in_features, dtype), "bitmap": pack_codes(mask.to(torch.uint8), 1)}
 
+    def _restored(self, layout, own):
+        bitmap = own["bitmap"]
+
+        def values(layout):
+            integers = _in_steps(layout)
+            return integers[unpack_codes(bitmap, 1, integers.shape[1]).bool()]
+
+        return RestoredLayout(layout, lambda each: self.codes_of(_in_steps(each), {"bitmap": bitmap}), values=values)
+
     def pack(self, integers: torch.Tensor, salient: torch.Tensor) -> dict[str, torch.Tensor]:
         """int8 [N, K] and which are salient, bool [N, K] -> "qweight", "values" and "bitmap"."""
         own = {"values": integers[salient], "bitmap": pack_codes(salient.to(torch.uint8), 1)}
@@ -221,6 +234,11 @@ class PartlyBinaryFormat(BinaryFormat):
         magnitude = tensors["magnitude"].expand(salient.shape)
         signed = torch.where(negative, -magnitude, magnitude)
         return signed.masked_scatter_(salient, tensors["values"])
+
+
+def _in_steps(layout: Layout) -> torch.Tensor:
+    """The weight in a layout of `_INT8` in steps of its rows: int8 [N, K]."""
+    return layout.canonical().view(torch.int8) ^ -128
 
 
 def _check(values: torch.Tensor, name: str, smallest: int) -> None:

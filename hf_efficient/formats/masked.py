@@ -152,7 +152,12 @@ class MaskedFormat(Format):
 
     def device_layout(self, tensors, values, mask, dtype):
         """A layout of values or codes [N, K] and their mask that reads only the kept ones; None where there is none."""
-        return NativeSparseLayout.pack(values, mask, tensors["qweight"].shape) if values.dtype is dtype else None
+        if values.dtype is not dtype:
+            return None
+        layout = NativeSparseLayout.pack(values, mask, tensors["qweight"].shape)
+        if layout is not None:
+            layout.pack_mask = {self.mask_name: self.pack_mask}
+        return layout
 
     def with_zeros(self, tensors: dict[str, torch.Tensor], in_features: int) -> dict[str, torch.Tensor] | None:
         """The canonical tensors of `weights` for the same weight [..., N, K], with the code of 0 where nothing is kept.

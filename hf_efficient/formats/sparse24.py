@@ -69,9 +69,12 @@ class Sparse24Format(MaskedFormat):
         """The layout of the Triton kernels; None where they do not serve this weight."""
         if self.weights is None:
             layout = Sparse24TritonLayout.pack(values, mask, dtype=dtype)
-            return layout and RestoredLayout(layout, Sparse24TritonLayout.kept)
+            return layout and RestoredLayout(layout, Sparse24TritonLayout.kept, places=self._places)
         scale, zero = tensors["scale"], tensors.get("zero_point")
         if self.weights.bits != 4 or (zero is not None and zero.is_floating_point()):
             return None
         layout = Sparse24TritonLayout.pack(values, mask, scale, zero, self.weights.group_size, dtype=dtype)
-        return layout and RestoredLayout(layout, lambda layout: self.weights.pack(layout.kept()))
+        return layout and RestoredLayout(layout, lambda own: self.weights.pack(own.kept()), places=self._places)
+
+    def _places(self, layout: Sparse24TritonLayout) -> torch.Tensor:
+        return self.pack_mask(layout.mask())

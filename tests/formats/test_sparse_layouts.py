@@ -66,7 +66,9 @@ def test_kernel(rows, columns, tier):
         x = torch.randn(ROWS[-1], columns).bfloat16()
         together = layout.matmul(x[:7])
         assert torch.equal(together[4:5], layout.matmul(x[4:5])), "a row has the same bits alone and among others"
-        assert torch.equal(as_bytes(layout.canonical()), as_bytes(tensors["qweight"]))
+        assert layout.replaced.keys() == tensors.keys(), "neither values nor the mask lie in memory twice"
+        for name, restore in layout.replaced.items():
+            assert torch.equal(as_bytes(restore()), as_bytes(tensors[name]))
 
 
 def test_op(tier):
@@ -127,7 +129,9 @@ def test_layout_of_the_triton_kernels(format):
     tensors, weight, mask = sparse_tensors(format, 70, 200)
     values, mask = format.codes(tensors, 200)
     layout = format.triton_layout(tensors, values, mask, torch.bfloat16)
-    assert torch.equal(as_bytes(layout.canonical()), as_bytes(tensors["qweight"]))
+    assert layout.replaced.keys() == {"qweight", "places"}
+    for name, restore in layout.replaced.items():
+        assert torch.equal(as_bytes(restore()), as_bytes(tensors[name]))
     error = (layout.dequantize().double() - weight.double()).abs()
     assert (error <= 2**-8 * weight.abs()).all(), "codes are scaled in float32 there, in bfloat16 here"
     check(layout, weight, 3)

@@ -1,5 +1,6 @@
 """Device layouts of weights: their base class, and the layouts that need no kernel of this package."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -133,11 +134,20 @@ class DenseLayout(Layout):
 
 
 class RestoredLayout(Layout):
-    """The layout of another format, and how the canonical qweight of this one comes back: restore(layout)."""
+    """The layout of another format with the same scales, and how the canonical tensors of this one come back:
+    restore(layout) is the qweight, others[name](layout) another one."""
 
-    def __init__(self, layout: Layout, restore: Callable[[Layout], torch.Tensor]):
+    def __init__(
+        self, layout: Layout, restore: Callable[[Layout], torch.Tensor], **others: Callable[[Layout], torch.Tensor]
+    ):
         self.layout, self.restore, self.dtype, self.tensors = layout, restore, layout.dtype, layout.tensors
-        self.matmul, self.dequantize = layout.matmul, layout.dequantize
+        self.matmul, self.dequantize, self.others = layout.matmul, layout.dequantize, others
+        self.replaces_scale, self.canonical_scale = layout.replaces_scale, layout.canonical_scale
+
+    @property
+    def replaced(self):
+        others = {name: functools.partial(restore, self.layout) for name, restore in self.others.items()}
+        return {**super().replaced, **others}
 
     @property
     def native_product(self):

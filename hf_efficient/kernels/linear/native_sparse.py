@@ -7,6 +7,8 @@ multiple of 16, that is of 4 bands.
 """
 
 import ctypes
+import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -69,9 +71,10 @@ class NativeSparseLayout(NativeLayout):
     """A pruned weight [N, K] in the layout of the C++ kernel.
 
     two_of_four: whether each 4 columns keep 2 and nothing is padded, which is read faster. kept_shape: the shape of the
-    canonical qweight."""
+    canonical qweight. pack_mask: canonical tensor -> what makes it of the mask, bool [N, K]."""
 
     dtype = torch.bfloat16
+    pack_mask: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
 
     def __init__(self, values, masks, starts, out_features, in_features, two_of_four, kept_shape=(-1,)):
         self.values, self.masks, self.starts, self.kept_shape = values, masks, starts, kept_shape
@@ -101,6 +104,14 @@ class NativeSparseLayout(NativeLayout):
     def as_op(self, x, bias):
         tensors = x, self.values, self.masks, self.starts, bias
         return torch.ops.hf_efficient.cpu_sparse_linear(*tensors, *self.sizes)
+
+    @property
+    def replaced(self):
+        masks = {name: functools.partial(self._mask, pack) for name, pack in self.pack_mask.items()}
+        return {**super().replaced, **masks}
+
+    def _mask(self, pack: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return pack(_dense(self.values, self.masks, self.out_features, self.in_features)[1])
 
     def dequantize(self):
         return _dense(self.values, self.masks, self.out_features, self.in_features)[0]

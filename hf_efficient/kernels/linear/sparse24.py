@@ -10,7 +10,7 @@ from hf_efficient.kernels.linear.layout import FLOATS, RowsLayout
 class Sparse24TritonLayout(RowsLayout):
     """The layout of the Triton kernels (CUDA, ROCm): kept values or 4-bit codes, and their places in each group of
     four. scale and zero_point are the canonical tensors. `RestoredLayout` adds what makes the canonical qweight of
-    `kept()`."""
+    `kept()` and the canonical places of `mask()`."""
 
     def __init__(self, values, places, scale, zero_point, group_size, out_features, in_features, dtype):
         self.stored = dict(values=values, places=places, scale=scale, zero_point=zero_point)
@@ -39,9 +39,16 @@ class Sparse24TritonLayout(RowsLayout):
 
     def kept(self) -> torch.Tensor:
         """The kept values or codes [N, K / 2]."""
-        places = self.stored["values"], self.stored["places"], self.out_features, self.in_features
-        weight, stored = op.triton_kernels().unpack_sparse24(*places)
-        return weight[stored].view(self.out_features, -1)
+        weight, mask = self._unpacked()
+        return weight[mask].view(self.out_features, -1)
+
+    def mask(self) -> torch.Tensor:
+        """Which weights are kept: bool [N, K]."""
+        return self._unpacked()[1]
+
+    def _unpacked(self) -> tuple[torch.Tensor, torch.Tensor]:
+        stored = self.stored["values"], self.stored["places"], self.out_features, self.in_features
+        return op.triton_kernels().unpack_sparse24(*stored)
 
 
 def _weight(dtype, _, **stored_and_scheme):
