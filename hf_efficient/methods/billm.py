@@ -9,6 +9,7 @@ import torch
 
 from hf_efficient.formats.binary import SplitBinaryFormat
 from hf_efficient.methods._binary import by_groups, feedback_of, round_two_bits
+from hf_efficient.methods._units import in_units
 
 
 FORMATS = (SplitBinaryFormat,)
@@ -25,11 +26,13 @@ def quantize(
     Raises:
         ValueError: no Hessian, or NaN or infinity in it."""
     feedback = feedback_of(inputs, "billm", weight.device, damping)
+    weight, unit = in_units(weight)
     groups = by_groups(_fit, weight, feedback.importance, format.group_size)
     salient = torch.cat([marks for marks, _ in groups])
     factors = torch.stack([magnitudes for _, magnitudes in groups], 2).flatten(1)  # [N, 4, G]
     own = {"salient": format.pack_salient(salient)}
-    return round_two_bits(weight, feedback, inputs.hessian.to(weight.device), format, factors, own)
+    tensors = round_two_bits(weight, feedback, inputs.hessian.to(weight.device), format, factors, own)
+    return {**tensors, "scale": tensors["scale"] * unit}
 
 
 def _fit(weight: torch.Tensor, importance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,6 +8,7 @@ import torch
 
 from hf_efficient.formats.binary import DualBinaryFormat
 from hf_efficient.methods._binary import by_groups, feedback_of, round_two_bits
+from hf_efficient.methods._units import in_units
 
 
 FORMATS = (DualBinaryFormat,)
@@ -24,9 +25,11 @@ def quantize(
     Raises:
         ValueError: no Hessian, or NaN or infinity in it."""
     feedback = feedback_of(inputs, "db_llm", weight.device, damping)
+    weight, unit = in_units(weight)
     groups = by_groups(dual_factors, weight, feedback.importance, format.group_size)
     factors = torch.stack(groups, 2).flatten(1)  # [N, 2, G]
-    return round_two_bits(weight, feedback, inputs.hessian.to(weight.device), format, factors, {})
+    tensors = round_two_bits(weight, feedback, inputs.hessian.to(weight.device), format, factors, {})
+    return {**tensors, "scale": tensors["scale"] * unit}
 
 
 def dual_factors(weight: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:

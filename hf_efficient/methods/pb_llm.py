@@ -7,6 +7,7 @@ from hf_efficient.formats.base import divide
 from hf_efficient.formats.binary import LARGEST, PartlyBinaryFormat
 from hf_efficient.methods._binary import feedback_of, in_steps
 from hf_efficient.methods._error_feedback import fitted_scale
+from hf_efficient.methods._units import in_units
 
 
 FORMATS = (PartlyBinaryFormat,)
@@ -21,6 +22,7 @@ def quantize(
     Raises:
         ValueError: no Hessian, or NaN or infinity in it."""
     feedback = feedback_of(inputs, "pb_llm", weight.device, damping)
+    weight, unit = in_units(weight)
     score = weight.float().square() * feedback.importance
     salient = torch.zeros_like(score, dtype=torch.bool, memory_format=torch.contiguous_format)
     salient.view(-1)[score.flatten().topk(format.salient(*weight.shape)).indices] = True
@@ -38,4 +40,4 @@ def quantize(
     rounded = feedback.descend(weight, feedback.round(weight, quantize_column), quantize_column)
     integers = in_steps(rounded, step).to(torch.int8)
     scale = fitted_scale(weight, rounded, scale, inputs.hessian.to(weight.device))
-    return {**format.pack(integers, salient), "magnitude": magnitude.to(torch.int8), "scale": scale}
+    return {**format.pack(integers, salient), "magnitude": magnitude.to(torch.int8), "scale": scale * unit}

@@ -20,6 +20,7 @@ import pkgutil
 
 import torch
 
+from hf_efficient.methods._units import in_units
 from hf_efficient.pruning.mask import Sparsity
 
 
@@ -51,7 +52,9 @@ def prune(weight: torch.Tensor, method: str, target: Sparsity, inputs=None) -> t
     if missing := [need for need in module.NEEDS if getattr(inputs, need, None) is None]:
         raise ValueError(f"method={method!r} needs {' and '.join(missing)} of the inputs: none is given")
     target.competitors(*weight.shape)
-    pruned, mask = module.prune(weight, target, inputs)
+    scaled, unit = in_units(weight)
+    pruned, mask = module.prune(scaled, target, inputs)
+    pruned = pruned if unit == 1 else pruned * unit
     if not pruned.isfinite().all():
         raise ValueError(
             f"method={method!r}: weights that make up for others are beyond the range of {weight.dtype}: load the "

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from format_checks import check_declared, check_on_a_gpu
-from helpers import assert_close
+from helpers import assert_close, assert_same_tensors
 from torch import nn
 
 from hf_efficient import methods
@@ -76,7 +76,11 @@ def test_a_weight_in_the_format(method):
     dense = format.dequantize(tensors, COLUMNS, torch.float64)
     assert_close(layout.matmul(x), x.double() @ dense.t(), 0.01, 0.2, "bfloat16 results")
     assert type(layout) is (RestoredLayout if method == "pb_llm" else NativeBinaryLayout)
-    assert torch.equal(layout.canonical(), tensors["qweight"])
+    kept = set(tensors) - set(layout.replaced)
+    own = {"magnitude", "bitmap"} if method == "pb_llm" else set(tensors) - {"qweight"}
+    assert kept == own, "what the layout gives back does not lie in memory twice"
+    for name, restore in layout.replaced.items():
+        assert torch.equal(restore(), tensors[name])
     for name, bad in (("factors", -128), ("values", -128), ("magnitude", -1), ("bitmap", 0)):
         if name in tensors:
             with pytest.raises(ValueError, match=name):
@@ -169,6 +173,18 @@ def test_pb_llm_keeps_the_salient_tenth_in_8_bits():
     error = (format.dequantize(tensors, COLUMNS, torch.float32) - weight).abs()
     salient = error < weight.abs().amax(1, keepdim=True) * 0.02
     assert salient.float()[weight.abs() > weight.abs().flatten().quantile(0.91)].mean() > 0.95
+
+
+@pytest.mark.parametrize("method", GROUPS)
+@pytest.mark.parametrize("power", [120, -90])
+def test_weights_whose_squares_overflow_or_vanish_get_the_same_codes(method, power):
+    weight, hessian = case()
+    format, expected = made(method)
+    inputs = SimpleNamespace(hessian=hessian)
+    tensors = methods.quantize(weight * 2.0**power, format, method, inputs)
+    scale = tensors.pop("scale")
+    assert torch.equal(scale, expected.pop("scale") * 2.0**power)
+    assert_same_tensors(tensors, expected)
 
 
 @pytest.mark.parametrize("method", ["billm", "db_llm"])

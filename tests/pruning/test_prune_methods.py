@@ -8,7 +8,7 @@ from sample_layers import damped, layer
 from hf_efficient import methods
 from hf_efficient.formats import AffineFormat
 from hf_efficient.observers.linear_inputs import LinearInputs
-from hf_efficient.pruning import prune, sparsegpt
+from hf_efficient.pruning import available_methods, prune, sparsegpt
 from hf_efficient.pruning.mask import Sparsity
 
 
@@ -122,6 +122,16 @@ def test_weights_beyond_the_range_of_float16_are_refused(method):
     weight = (weight / weight.abs().max() * 6e4).half()
     with pytest.raises(ValueError, match=f"method='{method}'.*beyond the range of torch.float16"):
         prune(weight, method, Sparsity(0.9), inputs)
+
+
+@pytest.mark.parametrize("power", [100, -90])
+@pytest.mark.parametrize("method", available_methods())
+def test_weights_whose_squares_overflow_or_vanish_keep_the_same(method, power):
+    weight, _, inputs = layer(6, 40)
+    inputs.gradient, inputs.fisher = torch.rand(6, 40), torch.rand(6, 40)
+    expected, kept = prune(weight, method, Sparsity(0.5), inputs)
+    pruned, mask = prune(weight * 2.0**power, method, Sparsity(0.5), inputs)
+    assert torch.equal(mask, kept) and torch.equal(pruned, expected * 2.0**power)
 
 
 def test_methods_say_what_they_lack():
