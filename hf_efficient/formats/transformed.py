@@ -82,6 +82,12 @@ class TransformedFormat(Format):
     def layout(self, tensors, in_features, dtype):
         return _TransformedLayout(self, tensors, self.inner.layout(tensors, in_features, dtype), in_features)
 
+    def dequantized_layout(self, tensors, in_features, dtype):
+        if self.input_bits is None:
+            return super().dequantized_layout(tensors, in_features, dtype)
+        inner = self.inner.dequantized_layout(tensors, in_features, dtype)
+        return _TransformedLayout(self, tensors, inner, in_features)
+
     def _own(self) -> list[str]:
         used = {"input_order": self.input_order, "input_scale": self.input_scale, "rotation_signs": self.rotation}
         return [name for name in used if used[name]]

@@ -35,6 +35,8 @@ def test_layers_and_refinement_compute_the_same(rotation):
     scale = torch.rand(48, generator=generator) + 0.5
     tensors = config.compress(linear.weight.detach(), format, None, {"input_scale": scale})
     served = format.layout(tensors, 48, torch.float32).matmul(x, linear.bias)
+    offloaded = format.dequantized_layout(tensors, 48, torch.float32).matmul(x, linear.bias)
+    torch.testing.assert_close(offloaded, served, rtol=1e-4, atol=1e-4)
     weight = format.dequantize(tensors, 48, torch.float32).requires_grad_()
     x.requires_grad_()
     tuned = product(x, weight, linear, format, tensors)
