@@ -33,12 +33,14 @@ class BatchedIOs(ContinuousBatchingIOs):
         pages: None where transformers' own path is taken for good.
         batch: (new tokens, of how many last ones of each request the logits are wanted) of the batch that was prepared;
             None where transformers' own path runs it.
+        tokens: the next ones of the requests, where all take the most probable one; None where `output_ids` holds them.
         drafts: what proposes tokens to verify besides; None where nothing does.
         has_budget: whether a step may take so many milliseconds only while sequences decode.
         forward_seconds: of the forwards of this package, by tokens computed.
     """
 
     drafts: RequestDrafts | None = None
+    tokens: list[int] | None = None
 
     def __init__(self, cache, config, continuous_batching_config, device, model_dtype, logit_processor):
         super().__init__(cache, config, continuous_batching_config, device, model_dtype, logit_processor)
@@ -72,7 +74,7 @@ class BatchedIOs(ContinuousBatchingIOs):
         self, requests_in_batch, logits_processors, use_decode_fast_path, num_q_tokens, max_kv_read, use_padding
     ):
         """As transformers', which raises for an empty batch."""
-        self.batch = None
+        self.batch = self.tokens = None
         takes = self.pages is not None and (
             not self.pages.has_windows
             or all(self.pages.takes(future.state.position_offset, future.query_length) for future in requests_in_batch)
@@ -89,7 +91,7 @@ class BatchedIOs(ContinuousBatchingIOs):
         tables = [[allocator.block_table[name] for name in names] for allocator in self.cache.cache_allocators.values()]
         tokens = [state.tokens_to_process for state in states]
         wanted = [future.has_new_token for future in requests_in_batch]
-        if self.drafts is not None and states:
+        if self.drafts is not None and states and not self.drafts.policy.rests():
             drafts = self._propose(requests_in_batch, num_q_tokens)
             tokens, wanted = [*map(add, tokens, drafts)], [*map(add, wanted, map(len, drafts))]
         for future, state in zip(requests_in_batch, states):
@@ -185,11 +187,13 @@ class BatchedIOs(ContinuousBatchingIOs):
         already."""
         if not any(own for _, own in self._proposed):
             self._learn([0] * len(self._proposed))
-            return super().prepare_batch_update()
+            if self.tokens is None:
+                return super().prepare_batch_update()
+            return self.requests_in_batch, self.tokens, None
         counts, starts = self.batch[1], [0]
         for count in self.batch[1]:
             starts.append(starts[-1] + count)
-        tokens = self.output_ids[0, : starts[-1]].tolist()
+        tokens = self.output_ids[0, : starts[-1]].tolist() if self.tokens is None else self.tokens
         logprobs = None
         if self.return_logprobs:
             logprobs = self.output_ids[1, : starts[-1]].view(dtype=torch.float32).tolist()
@@ -221,7 +225,7 @@ class BatchedIOs(ContinuousBatchingIOs):
         if self.drafts is not None and self.requests_in_batch:
             proposed = [len(own) for _, own in self._proposed]
             self.drafts.learn(self._growing, proposed, accepted, self.batch[0].total)
-        self._proposed = []
+        self._growing, self._proposed = [], []
 
 
 class BatchedRunner(ModelRunner):
@@ -241,7 +245,7 @@ class BatchedRunner(ModelRunner):
         if not ios.requests_in_batch:
             return
         is_first, self._forwards = self._forwards is None, self._forwards or PageForwards(ios.pages)
-        growing = [bool(future.state.generated_tokens) for future in ios.requests_in_batch]
+        growing = [future.state.generated_tokens for future in ios.requests_in_batch]
         step = self._forwards.of(model, all(growing))
         step.captures_many = not (ios.has_budget and any(growing))
         if is_first and ios.has_budget:
@@ -261,7 +265,7 @@ class BatchedRunner(ModelRunner):
             inputs["logits_to_keep"] = inputs["logits_indices"]  # they are the ones that are asked for
             self._forward_process_and_sample(lambda **_: ready, inputs, *ios.get_cb_kwargs())
         else:
-            ios.output_ids[0, : len(best)] = best
+            ios.tokens = best.tolist()
 
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
         """As transformers', in which each request may take the best token instead."""

@@ -46,7 +46,7 @@ class RequestDrafts:
     def propose(
         self, requests: list[Growing], growing: int, tokens: int, room: Callable[[int, int], int]
     ) -> list[list[int]]:
-        """The drafts of each request in this step, often none.
+        """The drafts of each request in a step in which the policy does not rest, often none.
 
         Args:
             growing: requests that get a token in this step, those that may not draft included.
@@ -54,7 +54,7 @@ class RequestDrafts:
             room: room(request, count) -> for how many drafts there is room in the pages, at most `count`.
         """
         limits = [min(request.limit, self.max_tokens) for request in requests]
-        if not requests or max(limits) <= 0 or self.policy.rests():
+        if not requests or max(limits) <= 0:
             return [[]] * len(requests)
         self._read(requests)
         start = perf_counter()

@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 from hf_efficient import ContinuousBatchingConfig
 from hf_efficient.generation.request_drafts import RequestDrafts
 from hf_efficient.generation.speculation.request_policy import RequestDraftPolicy
+from hf_efficient.integrations import transformers_batched_step
 from hf_efficient.kernels.replay.recorder import interpreter
 
 
@@ -61,6 +62,15 @@ def test_tokens_are_those_of_each_request_alone(name, drafted):
     drafted.update(proposed=0, accepted=0)
     assert tokens_of(model, new_tokens=24, assistant_model=model) == expected
     assert drafted["accepted"] > 0.8 * drafted["proposed"] > 0
+
+
+def test_a_drafter_that_rests_reads_no_request(monkeypatch):
+    """Copies of all texts would take as long as all else that a step does beside its forward."""
+    model, read = tiny_model("llama"), []
+    expected = one_by_one(model)
+    monkeypatch.setattr(RequestDraftPolicy, "rests", lambda self: True)
+    monkeypatch.setattr(transformers_batched_step.BatchedIOs, "_growing_of", lambda self, state: read.append(state))
+    assert tokens_of(model, prompt_lookup_num_tokens=4) == expected and not read
 
 
 @pytest.mark.parametrize("drafts", [{}, {"prompt_lookup_num_tokens": 2}])
