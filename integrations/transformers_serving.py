@@ -6,6 +6,7 @@ attention is ours; but a request that makes no sense is answered with status 400
 import asyncio
 import copy
 import functools
+import threading
 import time
 import uuid
 from contextvars import ContextVar
@@ -100,10 +101,21 @@ def _for_all_requests(original):
             self._cb_config.per_request_processors = True
             gen_config = copy.deepcopy(model.generation_config)
             gen_config.stop_strings = None
+        is_new = self._cb is None
         original(self, model, gen_config)
+        if is_new:
+            threading.Thread(target=_end_with_process, args=(self._cb,), daemon=True).start()
 
     init_cb._hf_efficient = True
     return init_cb
+
+
+def _end_with_process(manager) -> None:
+    """Ends the thread of `manager` with the main thread, which a second Ctrl-C ends. It would wait for requests for
+    ever, and the process for it."""
+    threading.main_thread().join()
+    manager.output_router.result_handlers.clear()  # their event loop is closed
+    manager.stop(block=False, hard_stop=True)
 
 
 def _streamed_as_asked(original):

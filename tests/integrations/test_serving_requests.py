@@ -4,6 +4,8 @@
 import asyncio
 import importlib
 import json
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -346,6 +348,26 @@ def test_a_client_that_leaves_frees_its_pages(asked, stream, monkeypatch):
         assert time.monotonic() - start < 5
     time.sleep(1.0)
     assert asked.manager.output_router.result_handlers == {} and asked.manager.output_router.output_queue.empty()
+
+
+ENDS = """
+import sys
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
+from transformers.cli.serving import server, utils
+import hf_efficient
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation="flash_paged")
+served = utils.CBGenerateManager(ContinuousBatchingConfig(num_blocks=8))
+served.init_cb(model, model.generation_config)
+served._cb.add_request([5, 6], max_new_tokens=2)
+assert len(served._cb.get_result(timeout=60).generated_tokens) == 2
+print("ends", flush=True)
+"""
+
+
+def test_a_process_does_not_wait_for_its_manager(folder):
+    """After a second Ctrl-C nobody stops the manager. Its thread, which is no daemon, kept the process for ever."""
+    done = subprocess.run([sys.executable, "-c", ENDS, folder], capture_output=True, text=True, timeout=240)
+    assert done.stdout == "ends\n" and done.returncode == 0, done.stderr
 
 
 def test_models_with_other_attention_stay_transformers(folder):
