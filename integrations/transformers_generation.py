@@ -11,7 +11,6 @@ from transformers.utils import logging
 
 from hf_efficient.generation import decode, model_state, served
 from hf_efficient.generation.model_traits import check_ragged, has_states, kind_of_encoder_decoder
-from hf_efficient.generation.output import without_statistics
 from hf_efficient.generation.replay.captured_forward import DTYPES
 from hf_efficient.generation.request import GenerationRequest
 from hf_efficient.generation.speculation.options import chosen
@@ -114,10 +113,7 @@ class SpeculativeGenerationMixin:
                 tokenizer=tokenizer,
                 **kwargs,
             )
-        output = decode.run(request)
-        # Whisper's own `generate()` takes apart what this returns, tensor by tensor
-        is_taken_apart = request.returns_dict and super().generate.__func__ is not GenerationMixin.generate
-        return without_statistics(output) if is_taken_apart else output
+        return decode.run(request)
 
     def _is_left_to_transformers(self, request: GenerationRequest) -> bool:
         return False

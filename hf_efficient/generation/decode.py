@@ -5,7 +5,7 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 
 from hf_efficient.generation import model_state, served
 from hf_efficient.generation.loop import SpeculativeLoop
-from hf_efficient.generation.output import as_transformers
+from hf_efficient.generation.output import as_transformers, without_statistics
 from hf_efficient.generation.ragged_kinds import RaggedModel, ragged_model
 from hf_efficient.generation.replay.captured_forward import MAX_TOKENS
 from hf_efficient.generation.replay.pool import PoolEntry, copied
@@ -154,7 +154,7 @@ def _run(request: GenerationRequest, entry: PoolEntry, is_unchanged=None, change
         logits=None if sequences.logits is None else tuple(sequences.logits),
         **{request.cache_name: cache},
     )
-    return output, target.captured
+    return without_statistics(output) if request.is_taken_apart else output, target.captured
 
 
 def _draft_length(request: GenerationRequest, target: RaggedModel) -> DraftLengthPolicy | None:

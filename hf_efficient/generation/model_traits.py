@@ -240,6 +240,13 @@ def overrides_steps(model) -> str:
     return ""
 
 
+def takes_output_apart(model) -> bool:
+    """Whether transformers defines a `generate()` of the model's own, such as Whisper's, which takes apart what a
+    decoding loop returns, tensor by tensor."""
+    own = (cls for cls in type(model).__mro__ if cls.__module__.startswith("transformers.models."))
+    return any("generate" in vars(cls) for cls in own)
+
+
 def decoder_config(model):
     """The config of the model's decoder; of a kind of `_ENCODER_DECODERS` the model's, which describes both parts."""
     return model.config if kind_of_encoder_decoder(model) else model.config.get_text_config(decoder=True)

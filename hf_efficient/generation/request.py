@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from hf_efficient.generation.drafters.base import Drafter
-from hf_efficient.generation.model_traits import reads_media
+from hf_efficient.generation.model_traits import reads_media, takes_output_apart
 from hf_efficient.generation.sequences import Sequences, is_left_padded, longest
 from hf_efficient.generation.source import Source
 from hf_efficient.generation.speculation.options import Speculation, chosen
@@ -124,6 +124,11 @@ class GenerationRequest:
     @property
     def returns_dict(self) -> bool:
         return self.generation_config.return_dict_in_generate
+
+    @property
+    def is_taken_apart(self) -> bool:
+        """Whether a `generate()` of the model's own takes apart what is returned, which then has no statistics."""
+        return takes_output_apart(self.model) and not self.replaces_sample
 
     @functools.cached_property
     def source(self) -> Source | None:

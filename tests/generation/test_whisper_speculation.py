@@ -8,7 +8,15 @@ from draft_models import Recorder
 from encoder_decoder_models import encoder_decoder
 from test_encoder_decoder_speculation import draft_of
 
-from hf_efficient import BestOf, PromptLookup, Speculation, TokenRecycling, enable_speculation, optimize
+from hf_efficient import (
+    BestOf,
+    PromptLookup,
+    Speculation,
+    TokenRecycling,
+    enable_speculation,
+    optimize,
+    speculative_generate,
+)
 from hf_efficient.generation.drafters.assistant import AssistantDrafter
 
 
@@ -118,3 +126,14 @@ def test_what_is_refused(models):
     with pytest.raises(ValueError, match="prompt_lookup_num_tokens=2 and an assistant model were both given"):
         model.generate(**options, assistant_model=TokenRecycling(), prompt_lookup_num_tokens=2)
     assert model.generate(**options, assistant_model=None).shape[0] == 1, "no draft is left from a call that failed"
+
+
+@pytest.mark.parametrize("call", ["long form", "timestamps"])
+def test_a_loop_passed_as_a_callable(call, models):
+    """Whisper's `generate()` takes apart what the loop returns, also where its class is as it was."""
+    plain = models[0]
+    plain.generation_config.no_timestamps_token_id = WITHOUT_TIMESTAMPS[0]
+    options = {"max_new_tokens": 8, **CALLS[call], **sound(call, 3), "return_dict_in_generate": True}
+    expected = plain.generate(**options)
+    found = plain.generate(**options, custom_generate=speculative_generate, draft_model=PromptLookup(3))
+    assert torch.equal(found["sequences"], expected["sequences"])
