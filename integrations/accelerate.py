@@ -5,6 +5,7 @@ from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_efficient.configs import CompressionConfig
+from hf_efficient.integrations import transformers_loading
 from hf_efficient.integrations.transformers_quantizer import EfficientQuantizer
 from hf_efficient.integrations.transformers_registration import CONFIGS
 
@@ -21,12 +22,13 @@ def empty_model(
         model: Hub id or folder; only its config.json is read.
         quantization_config: how it would be compressed; None: as its config.json says.
         auto_class: a class of transformers with `from_config`.
-        options: of `from_config`, for example `dtype`.
+        options: revision, token, ... as in `from_pretrained`; others are those of `from_config`, for example `dtype`.
 
     Raises:
         ValueError: there is no config of this package, given or saved.
     """
-    config = AutoConfig.from_pretrained(model)
+    hub_options = {name: options.pop(name) for name in transformers_loading.ARGUMENTS if name in options}
+    config = AutoConfig.from_pretrained(model, **hub_options)
     saved = getattr(config, "quantization_config", None)
     if quantization_config is None:
         kinds = {kind.name: kind for kind in CONFIGS}
@@ -37,7 +39,7 @@ def empty_model(
     elif saved is not None:
         raise ValueError(f"{model} is compressed already: leave quantization_config out")
     with init_empty_weights():
-        empty = auto_class.from_config(config, **options)
+        empty = auto_class.from_config(config, **options, trust_remote_code=hub_options.get("trust_remote_code"))
         # As a saved checkpoint: calibrated methods, too, have their final tensors then
         EfficientQuantizer(quantization_config, pre_quantized=True).preprocess_model(empty)
     empty.tie_weights()

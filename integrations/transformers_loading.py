@@ -37,6 +37,12 @@ def register() -> None:
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
 
+def check(options: dict) -> None:
+    """Raises TypeError for `options` that are none of `ARGUMENTS`."""
+    if other := sorted(set(options) - set(ARGUMENTS)):
+        raise TypeError(f"{other[0]!r} is no argument that says how files are reached: {', '.join(ARGUMENTS)} are")
+
+
 def of_this_call() -> dict:
     """The `ARGUMENTS` given to the innermost `from_pretrained` that runs in this thread."""
     return dict(_OF_THIS_CALL.get({}))

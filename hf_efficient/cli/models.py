@@ -33,8 +33,8 @@ def check_model(option: str, given: str, causal: bool = False):
     try:
         config = AutoConfig.from_pretrained(given, trust_remote_code=False)
     except Exception as error:  # a malformed config.json makes transformers raise anything
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{option} {given}: {first}") from error
+        first = (str(error).strip() or type(error).__name__).splitlines()[:2]  # the Hub's second line says what to do
+        raise ValueError(f"{option} {given}: {' '.join(first)}") from error
     check_form(f"{option} {given}", config.architectures, saved_quantization(config))
     kinds = {type(config), type(config.get_text_config(decoder=True))}
     if causal and not any(kind in MODEL_FOR_CAUSAL_LM_MAPPING for kind in kinds):

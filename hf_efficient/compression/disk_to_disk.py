@@ -13,6 +13,7 @@ from hf_efficient.calibration.on_disk import OnDisk
 from hf_efficient.compression.disk_plan import DiskPlan, plan
 from hf_efficient.configs import CompressionConfig
 from hf_efficient.files import why_not_new
+from hf_efficient.integrations import transformers_loading
 from hf_efficient.integrations.transformers_block_files import load_in_files
 from hf_efficient.kernels.native.heap import map_large_blocks
 
@@ -29,6 +30,7 @@ def compress_on_disk(
     dtype="auto",
     say: Callable[[str], None] = print,
     describe: Callable[[object, Path], None] | None = None,
+    **hub_options,
 ) -> DiskPlan:
     """Compresses the checkpoint `model` block by block into the new folder `output`, which `from_pretrained` loads.
 
@@ -47,6 +49,7 @@ def compress_on_disk(
         dtype: of the weights that are read, as in `from_pretrained`.
         say: called with the plan, in words, before the start.
         describe: called with (the model, without weights, the folder that is being written) to add files.
+        hub_options: revision, token, ... as in `from_pretrained`, for all files of `model`.
 
     Returns:
         the plan of the run, in bytes of memory and of disk.
@@ -55,7 +58,9 @@ def compress_on_disk(
         ValueError: the plan does not fit into `memory`, or its files on the disk; `output` cannot be written; an option
             that needs the whole model in memory (mixed precision, OWL, methods that read gradients, text that the model
             writes itself); what `from_pretrained` raises.
+        TypeError: another option.
     """
+    transformers_loading.check(hub_options)
     allowed, output = parse_bytes("memory", memory), Path(output)
     if reason := why_not_new(output):
         raise ValueError(f"output={str(output)!r} {reason}")
@@ -66,7 +71,7 @@ def compress_on_disk(
             f"checkpoint_dir={calibration.checkpoint_dir!r} and memory={memory!r} exclude each other: the progress is "
             "kept beside the output"
         )
-    model_class, plans = _class_of(model), []
+    model_class, plans = _class_of(model, hub_options), []
     folder = output.with_name(f".{output.name}.compressing")
 
     def residence(files) -> OnDisk:
@@ -76,11 +81,11 @@ def compress_on_disk(
         return OnDisk(files, folder)
 
     map_large_blocks()
-    options = {"quantization_config": quantization_config, "dtype": dtype}
+    options = {"quantization_config": quantization_config, "dtype": dtype, **hub_options}
     loaded, disk = load_in_files(model_class, model, residence, **options)
     disk.finish()
     try:
-        AutoTokenizer.from_pretrained(model).save_pretrained(disk.checkpoint)
+        AutoTokenizer.from_pretrained(model, **hub_options).save_pretrained(disk.checkpoint)
     except (OSError, ValueError):
         logger.warning("no tokenizer was found beside the model")
     if describe is not None:
@@ -92,9 +97,9 @@ def compress_on_disk(
     return plans[0]
 
 
-def _class_of(model) -> type:
+def _class_of(model, hub_options: dict) -> type:
     """The class that the config of `model` names."""
-    config = AutoConfig.from_pretrained(model)
+    config = AutoConfig.from_pretrained(model, **hub_options)
     name = (config.architectures or ["AutoModelForCausalLM"])[0]
     found = getattr(transformers, name, None)
     if found is None or not hasattr(found, "_load_pretrained_model"):

@@ -59,9 +59,8 @@ def _read_json(model) -> dict:
         try:
             found = AutoConfig.from_pretrained(model, trust_remote_code=False) if path.suffix != ".json" else None
         except Exception as error:
-            raise ValueError(
-                f"{model}: no file, no folder and not to be had from the Hub: {str(error).splitlines()[0]}"
-            ) from error
+            first = " ".join(str(error).splitlines()[:2])  # the Hub's second line says what to do
+            raise ValueError(f"{model}: no file, no folder and not to be had from the Hub: {first}") from error
         if found is None:
             raise ValueError(f"{model}: there is no such file")
         return found.to_dict()

@@ -46,15 +46,16 @@ class PromptCompressor:
     Args:
         model: a causal language model or a token classifier, or the folder or name of one.
         tokenizer: of the model; not needed if `model` is a folder or a name.
+        hub_options: revision, token, ... as in `from_pretrained`, for a folder or a name.
 
     Raises:
-        TypeError: `model` is neither.
+        TypeError: `model` is neither, or another option is given.
         ValueError: an encoder-decoder, another kind of model, a classifier without two labels, or a model without a
             tokenizer.
     """
 
-    def __init__(self, model, tokenizer=None):
-        self.model, self.tokenizer = small_model.load(model, tokenizer)
+    def __init__(self, model, tokenizer=None, **hub_options):
+        self.model, self.tokenizer = small_model.load(model, tokenizer, hub_options)
         self.is_classifier = small_model.is_classifier(self.model)
 
     def compress(

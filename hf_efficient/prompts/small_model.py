@@ -11,22 +11,27 @@ from transformers import (
     PreTrainedModel,
 )
 
+from hf_efficient.integrations import transformers_loading
 
-def load(model, tokenizer=None):
-    """(model, tokenizer), from instances or from a folder or name.
+
+def load(model, tokenizer, hub_options: dict):
+    """(model, tokenizer), from instances or from a folder or name, which is reached with `hub_options`.
 
     Raises:
         TypeError, ValueError: as `PromptCompressor`.
     """
+    transformers_loading.check(hub_options)
     if isinstance(model, str | os.PathLike):
-        config = AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model, **hub_options)
         _refuse_encoder_decoder(config, model)
         names = config.architectures or []
         auto = AutoModelForTokenClassification if any(map(_names_classifier, names)) else AutoModelForCausalLM
-        tokenizer = AutoTokenizer.from_pretrained(model) if tokenizer is None else tokenizer
-        model = auto.from_pretrained(model, dtype="auto")
+        tokenizer = AutoTokenizer.from_pretrained(model, **hub_options) if tokenizer is None else tokenizer
+        model = auto.from_pretrained(model, dtype="auto", **hub_options)
     elif not isinstance(model, PreTrainedModel):
         raise TypeError(f"model is {type(model).__name__}: give a transformers model, or the folder or name of one")
+    elif hub_options:
+        raise TypeError(f"{next(iter(hub_options))!r} is for a folder or a name, and model is loaded already")
     _refuse_encoder_decoder(model.config, type(model).__name__)
     if is_classifier(model):
         if model.config.num_labels != 2:

@@ -6,13 +6,15 @@ import threading
 
 import pytest
 import torch
-from helpers import save_tiny, tiny_model
+from helpers import save_tiny, tiny_model, tiny_tokenizer
 from hub_directory import serving
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hf_efficient import CalibrationConfig, WeightOnlyConfig
+from hf_efficient import CalibrationConfig, PromptCompressor, WeightOnlyConfig, compress_on_disk
+from hf_efficient.cli import main
 from hf_efficient.compression.structured_pruning import prune_structure
 from hf_efficient.integrations import transformers_loading
+from hf_efficient.integrations.accelerate import empty_model
 
 
 TEXT = CalibrationConfig(texts=["ab" * 32], num_samples=2, sequence_length=8)
@@ -65,6 +67,39 @@ def test_the_tokenizer_for_pruning_of_a_loaded_model(gated):
     model = AutoModelForCausalLM.from_pretrained("me/tiny", token="hf_mine", revision="old")
     prune_structure(model, "llm_pruner", remove=0.1, calibration=TEXT)
     assert tokens(gated) == {"Bearer hf_mine"}
+
+
+def test_whatever_takes_the_name_of_a_model(gated, tmp_path):
+    where = {"token": "hf_mine", "revision": "old"}
+    plain = WeightOnlyConfig(group_size=32)
+
+    def sizes(**options):
+        compress_on_disk("me/tiny", tmp_path / f"{len(options)}", plain, "8GB", say=lambda text: None, **options)
+        compressed = AutoConfig.from_pretrained(tmp_path / f"{len(options)}")
+        configs = compressed, empty_model("me/tiny", plain, **options).config
+        return {config.intermediate_size for config in (*configs, PromptCompressor("me/tiny", **options).model.config)}
+
+    assert sizes(**where) == {160}
+    assert tokens(gated) == {"Bearer hf_mine"}
+    asked = len(gated.requests)
+    assert sizes(**where, local_files_only=True) == {160}
+    assert len(gated.requests) == asked
+    assert (tmp_path / "2" / "tokenizer.json").is_file()
+
+
+def test_other_options_are_refused(tmp_path):
+    with pytest.raises(TypeError, match="'tokens' is no argument that says how files are reached: cache_dir, force"):
+        compress_on_disk("me/tiny", tmp_path / "out", WeightOnlyConfig(), "8GB", tokens="hf_mine")
+    with pytest.raises(TypeError, match="'revision' is for a folder or a name, and model is loaded already"):
+        PromptCompressor(tiny_model("llama"), tiny_tokenizer(), revision="old")
+
+
+@pytest.mark.parametrize("command", [["quantize", "me/tiny", "--output", "out"], ["estimate", "me/tiny"]])
+def test_commands_say_how_a_gated_model_opens(command, gated, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(command) == 1
+    assert "Make sure to have access to it at https://huggingface.co/me/tiny" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_neither_a_copy_nor_a_pickle_holds_the_token(gated):
