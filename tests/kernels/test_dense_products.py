@@ -16,7 +16,10 @@ pytestmark = [
 
 @pytest.mark.parametrize(
     ("rows", "columns", "width"),
-    [(1, 7, 64), (3, 4, 40), (6, 33, 100), (23, 64, 96), (27, 71, 96), (75, 97, 64), (70, 83, 38), (65, 20, 2100)],
+    [
+        *((1, 7, 64), (3, 4, 40), (6, 33, 100), (23, 64, 96), (27, 71, 96), (75, 97, 64), (70, 83, 38), (65, 20, 2100)),
+        (420, 33, 544),  # AMX lays out the weight
+    ],
 )
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_dense_products(rows, columns, width, has_bias, tier):
@@ -43,10 +46,10 @@ def test_dense_products(rows, columns, width, has_bias, tier):
     assert torch.equal(torch.cat(alone), capture.output)
 
 
-@pytest.mark.parametrize("rows, width", [(1, 64), (5, 96), (70, 64), (70, 38), (330, 1632)])
+@pytest.mark.parametrize("rows, width", [(1, 64), (5, 96), (70, 64), (70, 38), (330, 1632), (250, 2112)])
 def test_products_of_one_x(rows, width, tier):
     """They run together, as many as fit, and give what they give alone. 330 rows of 1632 are more than AMX takes at
-    once."""
+    once of rows that share a weight's layout, 250 of 2112 more than it lays out at once."""
     x = torch.randn(rows, width).bfloat16()
     weights = [torch.randn(columns, width).bfloat16() for columns in (33, 7, 96, 1, 64, 40)]
     biases = [torch.randn(len(weight)).bfloat16() if i % 2 else None for i, weight in enumerate(weights)]

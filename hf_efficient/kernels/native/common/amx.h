@@ -107,9 +107,9 @@ static INLINE void amx_product(const char *x, int64_t ld, const AmxBlocks &w, co
     if (N == 2 && ROW_TILES == 2) _tile_stored(3, second + 64, ld_sums);
 }
 
-template <bool BYTES, int ROW_TILES, class Ahead = NothingAhead>
+template <bool BYTES, int ROW_TILES, class Ahead>
 static INLINE void amx_blocks(const char *x, int64_t ld, const AmxBlocks &w, int64_t blocks, int64_t chunks, bool begin,
-                              char *sums, int64_t ld_sums, Ahead ahead = {}) {
+                              char *sums, int64_t ld_sums, Ahead &ahead) {
     const char *tile = (const char *)w.first;
     int64_t b = 0;
     for (; b + 2 <= blocks; b += 2, tile += 2 * w.block)
@@ -123,9 +123,9 @@ static INLINE void configure_rows(int64_t rows) {
 }
 
 // The same for as many rows as tiles are configured for, and any number of blocks, which lie side by side in `sums`.
-template <bool BYTES, class Ahead = NothingAhead>
+template <bool BYTES, class Ahead>
 static INLINE void amx_rows_at_once(int64_t blocks, int64_t rows, const void *x, int64_t ld, const AmxBlocks &w,
-                                    int64_t chunks, bool begin, void *sums, int64_t ld_sums, Ahead ahead = {}) {
+                                    int64_t chunks, bool begin, void *sums, int64_t ld_sums, Ahead &ahead) {
     auto of = [&](auto tiles) __attribute__((always_inline)) {
         amx_blocks<BYTES, decltype(tiles)::value>((const char *)x, ld, w, blocks, chunks, begin, (char *)sums, ld_sums,
                                                   ahead);
@@ -139,11 +139,12 @@ template <bool BYTES>
 static void amx_rows(int64_t blocks, int64_t rows, const void *x, int64_t ld, const AmxBlocks &w, int64_t chunks,
                      bool begin, void *sums, int64_t ld_sums) {
     constexpr int64_t BOTH = 2 * AMX_ROWS;
+    NothingAhead ahead;
     for (int64_t row = 0; row < rows; row += BOTH) {
         const int64_t count = std::min(BOTH, rows - row);
         if (row == 0 || count < BOTH) configure_rows(count);
         amx_rows_at_once<BYTES>(blocks, count, (const char *)x + row * ld, ld, w, chunks, begin,
-                                (char *)sums + row * ld_sums, ld_sums);
+                                (char *)sums + row * ld_sums, ld_sums, ahead);
     }
     _tile_release();
 }

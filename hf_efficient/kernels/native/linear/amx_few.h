@@ -56,10 +56,11 @@ static void amx_few_rows(const Matrix &w, int64_t block, const AmxSegment *segme
     };
     auto multiply = [&](int64_t segment) __attribute__((always_inline)) {
         const AmxSegment &of = segments[segment];
+        NothingAhead ahead;
         const AmxBlocks from = AmxBlocks::side_by_side(tiles + segment % 2 * MOST_TILES * TILE, BLOCKS);
         amx_blocks<false, ROW_TILES>((const char *)(x + of.step * Codes::PAIRS), 4 * ld, from, BLOCKS,
                                      (of.end - of.step) / STEPS, true, (char *)(sums + segment % 2 * SUMS),
-                                     sizeof(*sums));
+                                     sizeof(*sums), ahead);
     };
     auto add = [&](int64_t segment) __attribute__((always_inline)) {
         const Floats(*from)[BLOCKS] = sums + segment % 2 * SUMS;
