@@ -6,7 +6,9 @@ import sys
 
 def show(text: str) -> None:
     """Prints `text` to stdout. On a terminal the tables of its Markdown are drawn; one that is too wide for the
-    terminal is turned, so that its columns become rows."""
+    terminal is turned, so that its columns become rows. "?" stands for what the encoding of stdout lacks."""
+    if sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
     if not sys.stdout.isatty():
         print(text)
         return

@@ -1,9 +1,11 @@
 """What `hf-efficient` prints: results on stdout, all else on stderr; drawn on a terminal, plain in a pipe."""
 
+import io
 import json
 import os
 import shutil
 import subprocess
+import sys
 
 import fresh_processes
 import pytest
@@ -73,6 +75,16 @@ def test_tables_are_plain_in_a_pipe_and_drawn_on_a_terminal(capsys, monkeypatch)
     shown = capsys.readouterr().out
     assert "|" not in shown.replace("b|c", "") and "[x]" in shown and "1.5" in shown
     assert shown.index("before") < shown.index("b|c") < shown.index("after")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_an_encoding_without_all_characters_is_no_error(encoding, monkeypatch):
+    """It was a traceback after the work was done."""
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding=encoding))
+    tables.show("2 \u00d7 3 \u2248 6")
+    sys.stdout.flush()
+    assert written.getvalue().decode(encoding) in ("2 ? 3 ? 6\n", "2 \u00d7 3 ? 6\n")
 
 
 def test_a_table_wider_than_the_terminal_is_turned(capsys, monkeypatch):
