@@ -114,8 +114,9 @@ def _end_with_process(manager) -> None:
     """Ends the thread of `manager` with the main thread, which a second Ctrl-C ends. It would wait for requests for
     ever, and the process for it."""
     threading.main_thread().join()
-    manager.output_router.result_handlers.clear()  # their event loop is closed
-    manager.stop(block=False, hard_stop=True)
+    if manager.is_running():
+        manager.output_router.result_handlers.clear()  # their event loop is closed
+        manager.stop(block=False, hard_stop=True)
 
 
 def _streamed_as_asked(original):

@@ -360,14 +360,19 @@ served = utils.CBGenerateManager(ContinuousBatchingConfig(num_blocks=8))
 served.init_cb(model, model.generation_config)
 served._cb.add_request([5, 6], max_new_tokens=2)
 assert len(served._cb.get_result(timeout=60).generated_tokens) == 2
+if sys.argv[2] == "stopped":
+    served._cb.stop(block=True)
 print("ends", flush=True)
 """
 
 
-def test_a_process_does_not_wait_for_its_manager(folder):
+@pytest.mark.parametrize("manager", ["running", "stopped"])
+def test_a_process_does_not_wait_for_its_manager(folder, manager):
     """After a second Ctrl-C nobody stops the manager. Its thread, which is no daemon, kept the process for ever."""
-    done = subprocess.run([sys.executable, "-c", ENDS, folder], capture_output=True, text=True, timeout=240)
+    command = [sys.executable, "-c", ENDS, folder, manager]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.stdout == "ends\n" and done.returncode == 0, done.stderr
+    assert "not started" not in done.stderr
 
 
 def test_models_with_other_attention_stay_transformers(folder):
