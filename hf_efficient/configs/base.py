@@ -112,6 +112,12 @@ class CompressionConfig(QuantizationConfigMixin):
 
         return methods.quantize(weight, format, self.method_name(), inputs, transform)
 
+    def check_method(self) -> None:
+        """Raises ValueError where the method cannot choose the codes of the format."""
+        from hf_efficient import methods
+
+        methods.check_serves(self.method_name(), self.format())
+
     def before_codes(self) -> "CompressionConfig":
         """The config under which a weight is refined; another one than this where codes are chosen only afterwards."""
         return self

@@ -143,6 +143,10 @@ class SparseConfig(CompressionConfig):
     def method_name(self):
         return self.method
 
+    def check_method(self):
+        if self.weights is not None:
+            self.weights.check_method()
+
     def observed(self):
         return super().observed() + (() if self.weights is None else self.weights.observed())
 

@@ -55,19 +55,8 @@ def quantize(
     Raises:
         ValueError: the method does not serve the format, the weight is not finite, or in the format it would not be.
     """
+    check_serves(method, format)
     module, inner = get_method(method), inner_format(format)
-    if not isinstance(inner, module.FORMATS):
-        served = ", ".join(kind.__name__ for kind in module.FORMATS)
-        raise ValueError(f"method={method!r} does not serve {inner}: it serves {served}")
-    if format.adopted:
-        raise ValueError(
-            f"{format} is read from checkpoints of other libraries (hf_efficient.adopt): no method chooses a "
-            "scale_dtype, minima or an input_order"
-        )
-    if getattr(inner, "zero_point", None) == "float" and not getattr(module, "FLOAT_ZERO", False):
-        raise ValueError(
-            f"method={method!r} chooses integers: zero_point='float' is not supported here, but for method='hqq'"
-        )
     if not weight.isfinite().all():
         raise ValueError(f"the weight has {(~weight.isfinite()).sum().item()} values that are NaN or infinite")
     if inner is format:
@@ -81,6 +70,23 @@ def quantize(
     if is_huge and not format.dequantize(tensors, weight.shape[1], dtype).isfinite().all():
         raise ValueError(f"method={method!r}: weights of up to {largest:.3g} overflow {dtype} in {format}")
     return tensors
+
+
+def check_serves(method: str, format) -> None:
+    """Raises ValueError where `method` cannot choose the codes of `format`."""
+    module, inner = get_method(method), inner_format(format)
+    if not isinstance(inner, module.FORMATS):
+        served = ", ".join(kind.__name__ for kind in module.FORMATS)
+        raise ValueError(f"method={method!r} does not serve {inner}: it serves {served}")
+    if format.adopted:
+        raise ValueError(
+            f"{format} is read from checkpoints of other libraries (hf_efficient.adopt): no method chooses a "
+            "scale_dtype, minima or an input_order"
+        )
+    if getattr(inner, "zero_point", None) == "float" and not getattr(module, "FLOAT_ZERO", False):
+        raise ValueError(
+            f"method={method!r} chooses integers: zero_point='float' is not supported here, but for method='hqq'"
+        )
 
 
 def _transformed(weight, format, inputs, transform):

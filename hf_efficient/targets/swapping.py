@@ -50,6 +50,8 @@ def swap(model, config: CompressionConfig, pre_quantized: bool, files, own_files
             swapped.tied_to_embedding = embedding.tied_weights
             if not pre_quantized:  # what was chosen for it stands in the checkpoint
                 config.overrides = {name: own.scheme(), **config.overrides}
+        if not pre_quantized:
+            own.check_method()
         if not pre_quantized and own.needs_calibration():
             swapped.calibrated[name] = own
         swapped.weights |= _weights_of(name, module, own, name in swapped.calibrated)

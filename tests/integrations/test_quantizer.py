@@ -172,6 +172,19 @@ def test_bad_requests_fail_before_weights_are_read(config, named, tmp_path):
         assert part in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "config, named",
+    [
+        (dict(method="mse", zero_point="float"), "method='mse' chooses integers: zero_point='float'"),
+        (dict(overrides={"q_proj": {"zero_point": "minimum"}}), "no method chooses a scale_dtype, minima"),
+    ],
+)
+def test_zero_points_that_no_method_chooses_are_refused_before_loading(config, named):
+    """Loading would end in transformers' RuntimeError."""
+    with pytest.raises(ValueError, match=named):
+        load(folder("llama"), **{**INT4, **config})
+
+
 def test_quantize_lm_head_that_stands_alone(tmp_path):
     model = load(folder("llama"), **INT4, quantize_lm_head=True)
     assert type(model.lm_head) is EfficientLinear
