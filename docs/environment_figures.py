@@ -1,6 +1,7 @@
 """The tables of environments: what was installed, what its tests did, how long an import takes."""
 
 import json
+import textwrap
 
 from result_files import RESULTS, load, markdown
 
@@ -37,7 +38,12 @@ def environments() -> str:
         absent.append(f"- {', '.join(not_run)}: defined, not run yet.")
     header = "environment | transformers | torch | Python | beside | passed | refused by name | failed | skipped"
     features = [
-        f"- {feature.replace(' needs transformers ', ': since transformers ')}, not in {', '.join(names)}."
+        textwrap.fill(
+            f"- {feature.replace(' needs transformers ', ': since transformers ')}, not in {', '.join(names)}.",
+            width=120,
+            subsequent_indent="  ",
+            break_on_hyphens=False,
+        )
         for feature, names in sorted(later.items())
     ]
     parts = [

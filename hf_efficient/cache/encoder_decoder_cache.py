@@ -34,8 +34,7 @@ class EncoderDecoderPagedCache(EncoderDecoderCache):
     Args:
         config: the model's own config object (`model.config`).
         block_size, kv_format, num_blocks, memory: of the decoder's pages, as in `PagedCache`.
-        source_room: (sources, tokens of a source) to allocate on a CPU in tensors that captured forwards can read
-            again;
+        source_room: (sources, tokens of a source) to allocate on a CPU, in tensors that captured forwards read again.
             None: as much as is stored.
 
     Raises ValueError as `PagedCache` does, and for models that are no encoder-decoders.

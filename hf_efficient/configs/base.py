@@ -116,8 +116,7 @@ class CompressionConfig(QuantizationConfigMixin):
         """Raises ValueError where the method cannot choose the codes of the format."""
         from hf_efficient import methods
 
-        format = self.format()
-        methods.check_serves(self.method_name(), getattr(format, "one", format))  # of the experts of a mixture
+        methods.check_serves(self.method_name(), self.format().expert(0))
 
     def before_codes(self) -> "CompressionConfig":
         """The config under which a weight is refined; another one than this where codes are chosen only afterwards."""

@@ -107,6 +107,7 @@ static INLINE void amx_product(const char *x, int64_t ld, const AmxBlocks &w, co
     if (N == 2 && ROW_TILES == 2) _tile_stored(3, second + 64, ld_sums);
 }
 
+// The same for any number of blocks, which lie side by side in `sums`.
 template <bool BYTES, int ROW_TILES, class Ahead>
 static INLINE void amx_blocks(const char *x, int64_t ld, const AmxBlocks &w, int64_t blocks, int64_t chunks, bool begin,
                               char *sums, int64_t ld_sums, Ahead &ahead) {
@@ -122,7 +123,7 @@ static INLINE void configure_rows(int64_t rows) {
     configure_tiles(std::min<int64_t>(rows, AMX_ROWS), rows > AMX_ROWS ? rows - AMX_ROWS : rows);
 }
 
-// The same for as many rows as tiles are configured for, and any number of blocks, which lie side by side in `sums`.
+// `amx_blocks` for as many rows as tiles are configured for.
 template <bool BYTES, class Ahead>
 static INLINE void amx_rows_at_once(int64_t blocks, int64_t rows, const void *x, int64_t ld, const AmxBlocks &w,
                                     int64_t chunks, bool begin, void *sums, int64_t ld_sums, Ahead &ahead) {
