@@ -207,6 +207,7 @@ def why_not_new(output: Path) -> str | None:
 
 def why_not_writable(output: Path) -> str | None:
     """Why nothing can be written in the folder of `output`, which need not exist, as in `why_not_new`; or None."""
+    output = output.absolute()
     parent = nearest_folder(output)
     try:
         if parent == output.parent:

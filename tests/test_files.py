@@ -25,3 +25,12 @@ def test_a_link_to_an_empty_folder_is_followed(tmp_path):
     assert (tmp_path / "disk" / "file").is_file() and (tmp_path / "link").is_symlink()
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
     assert files.why_not_new(tmp_path / "circle") is not None
+
+
+def test_a_relative_path_in_folders_that_are_not_there_can_be_written(tmp_path, monkeypatch):
+    """`recover --checkpoint-dir new` was refused."""
+    monkeypatch.chdir(tmp_path)
+    assert files.why_not_writable(Path("new/below/file")) is None
+    (tmp_path / "file").touch()
+    assert "Not a directory" in files.why_not_writable(Path("file/below/file"))
+    assert os.listdir(tmp_path) == ["file"]

@@ -52,7 +52,7 @@ def check_file(option: str, given: str, keys: Iterable[str]) -> Path:
         raise ValueError(f"{option} {given} is a folder; give a file")
     if path.exists() and not _is_result(path, keys):
         raise ValueError(f"{option} {given} exists already and is no result of this command: give another file")
-    if reason := why_not_writable(path.absolute()):
+    if reason := why_not_writable(path):
         raise ValueError(f"{option} {given} {reason}")
     return path
 
