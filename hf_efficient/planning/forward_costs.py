@@ -89,20 +89,23 @@ class _Forwards:
     def with_paged_cache(self, paged: PagedCache) -> ForwardCosts:
         prompt, new = self.lengths.prompt_tokens, self.lengths.new_tokens
         mean = prompt + max(new - 2, 0) / 2  # tokens in the cache at a decode step, averaged over the steps
-        layers = len(paged.layers)
-        prefill = self._forward(prompt, **{cache_name(): ShapeCache(0, layers)})
-        if prefill.attention:
-            step = self._forward(1, **{cache_name(): ShapeCache(int(mean), layers)})
-        else:  # the model has its own attention function, which needs keys of all tokens
+        shapes = ShapeCache(paged)
+        prefill = self._forward(prompt, **{cache_name(): shapes})
+        states = round(cache_bytes(shapes, 0))
+        if prefill.attention and not paged.state.has_latents:
+            shapes.hold(int(mean))
+            step, behind = self._forward(1, **{cache_name(): shapes}), mean
+        else:  # the model has its own attention function, or expands latents: both need those of all tokens
             step = self._forward(1, int(mean), **self._forward(int(mean)).cache)
+            behind = mean - int(mean)
         pages = PageBytes(paged, prefill.keys, self.model.dtype, self.lengths.batch_size)
         return ForwardCosts(
             active_parameters=self.model.active_parameters(step),
-            kv_cache_bytes=pages.most_bytes(prompt, new),
+            kv_cache_bytes=pages.most_bytes(prompt, new) + states,
             kv_token_bytes=pages.token_bytes,
-            activation_bytes=prefill.activation_bytes,
-            prefill=self._work(prefill, prompt, 0, pages.read_bytes(prompt)),
-            decode=self._work(step, 1, mean, pages.read_bytes(mean)),
+            activation_bytes=prefill.activation_bytes - states,
+            prefill=self._work(prefill, prompt, 0, pages.read_bytes(prompt) + states),
+            decode=self._work(step, 1, behind, pages.read_bytes(mean) + states),
         )
 
     def with_own_cache(self) -> ForwardCosts:

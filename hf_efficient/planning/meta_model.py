@@ -11,7 +11,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from hf_efficient.calibration import own_text
 from hf_efficient.configs import CompressionConfig
-from hf_efficient.integrations.transformers_compat import loaded_dtype, model_from_config
+from hf_efficient.integrations.transformers_compat import attention_of, loaded_dtype, model_from_config, set_attention
 from hf_efficient.integrations.transformers_registration import register
 from hf_efficient.layers import CompressedModule
 from hf_efficient.planning import weight_bytes
@@ -103,12 +103,20 @@ def _own_parameters(module: nn.Module) -> int:
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype, attention: str | None = None) -> nn.Module:
-    """The model that `from_pretrained` would make, on the meta device. Raises ValueError where transformers cannot."""
+    """The model that `from_pretrained` would make, on the meta device. Raises ValueError where transformers cannot.
+
+    attention: of the models that have one class for all implementations; others (Falcon, GPT-J) keep their own."""
     model_class = _class_of(config)
-    options = {} if attention is None else {"attn_implementation": attention}
+    options, own_attention = {} if attention is None else {"attn_implementation": attention}, attention_of(config)
     try:
         with torch.device("meta"):
-            model = model_from_config(model_class, config, dtype=dtype, **options)
+            try:
+                model = model_from_config(model_class, config, dtype=dtype, **options)
+            except KeyError:
+                if attention is None:
+                    raise
+                set_attention(config, own_attention)
+                model = model_from_config(model_class, config, dtype=dtype)
     except Exception as error:
         raise ValueError(f"transformers cannot build a {model_class.__name__} of this config: {error}") from error
     for name, parameter in model.named_parameters():

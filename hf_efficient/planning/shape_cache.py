@@ -2,24 +2,37 @@
 
 import torch
 from torch.utils._pytree import tree_leaves
-from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache, LinearAttentionLayer
 
+from hf_efficient.cache.layer_groups import HybridLayer
+from hf_efficient.cache.recurrent_layer import RecurrentLayer
 from hf_efficient.planning.model_trace import current_trace
 
 
 class ShapeCache(Cache):
-    """A cache that says it holds `context` tokens, stores none, and records the shapes of new keys and values."""
+    """A cache that says it holds the tokens that `hold` was told, stores none, and records the shapes of new keys and
+    values. Recurrent layers store their states. paged: of the same model."""
 
-    def __init__(self, context: int, layers: int):
-        super().__init__(layers=[_ShapeLayer(context, index) for index in range(layers)])
+    def __init__(self, paged: Cache):
+        super().__init__(layers=[_layer_like(layer, index) for index, layer in enumerate(paged.layers)])
+
+    def hold(self, tokens: int) -> None:
+        for layer in self.layers:
+            layer.context = tokens
+
+
+def _layer_like(layer, index: int):
+    if isinstance(layer, HybridLayer):
+        return _HybridShapeLayer(index, layer.recurrent.number_of_states)
+    return RecurrentLayer(layer.number_of_states) if isinstance(layer, RecurrentLayer) else _ShapeLayer(index)
 
 
 class _ShapeLayer(CacheLayerMixin):
     is_sliding = False
 
-    def __init__(self, context: int, index: int):
+    def __init__(self, index: int):
         super().__init__()
-        self.context, self.index = context, index
+        self.context, self.index = 0, index
 
     def lazy_initialization(self, key_states, value_states):
         self.is_initialized = True
@@ -37,6 +50,14 @@ class _ShapeLayer(CacheLayerMixin):
 
     def get_max_length(self):
         return -1
+
+
+class _HybridShapeLayer(LinearAttentionLayer, _ShapeLayer):
+    """A state beside keys and values."""
+
+    def __init__(self, index: int, number_of_states: int):
+        _ShapeLayer.__init__(self, index)
+        LinearAttentionLayer.__init__(self, number_of_states)
 
 
 def cache_bytes(cache, more_tokens: float) -> float:
