@@ -76,7 +76,7 @@ _PUBLIC = {
     "BitLinear": "hf_efficient.bit_linear",
     "KeepMasks": "hf_efficient.compression.recovery.trainer",
 }
-__all__ = ["__version__", "register", *_PUBLIC]
+__all__ = ["__version__", *_PUBLIC]
 
 
 def __getattr__(name: str):

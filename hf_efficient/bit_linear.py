@@ -31,6 +31,7 @@ class BitLinear(nn.Linear):
     Args:
         rms_norm: normalise the input first (the paper's SubLN), by a child module of that name.
         eps: of that norm.
+        in_features, out_features, bias, device, dtype: as in `torch.nn.Linear`.
     """
 
     def __init__(

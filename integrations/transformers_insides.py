@@ -38,6 +38,7 @@ class Inside:
 
 
 def of(used_by: str, module: str, *names: str, **releases: str) -> tuple[Inside, ...]:
+    """The rows of `names` of one module of transformers. releases: `since` and `until`, of all of them."""
     return tuple(Inside(f"transformers.{module}:{name}", used_by, **releases) for name in names)
 
 

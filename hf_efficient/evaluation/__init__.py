@@ -1,0 +1,1 @@
+"""Measurements of models: perplexity, tasks, speed, memory and what a device can do at most."""

@@ -14,7 +14,7 @@ WITHIN = [case for case in CASES if case.budget and case.name != "prefill, heads
 @pytest.mark.parametrize("target", ["sm_90", "sm_80"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_counts_do_not_grow(case, target):
-    """Budgets that are not reached stand in the table of docs/gpus.md."""
+    """docs/gpus.md says which budgets are not reached."""
     assert case.instructions(target) <= case.held[target == "sm_80"]
     for loop in sass.loops(case.compiled(target).machine_code):  # outside, addresses for the end of a lane may spill
         assert sass.count(loop, "LDL", "STL") <= case.spilled

@@ -13,6 +13,8 @@ ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of a word that holds output i
 
 
 class AWQ(Foreign):
+    """Reads weights of AWQ, 4 bits with zero points."""
+
     parts = ("qweight", "qzeros", "scales")
 
     def __init__(self, saved):

@@ -15,6 +15,8 @@ from hf_efficient.integrations.transformers_compat import quantized_linears
 
 
 class BitNet(Foreign):
+    """Reads ternary weights of transformers' `BitLinear` and `AutoBitLinear` as layers of a `BitNetConfig`."""
+
     parts = ("weight", "weight_scale")
     unchanged = ("rms_norm.weight",)
     config = "BitNetConfig"

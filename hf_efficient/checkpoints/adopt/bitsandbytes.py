@@ -19,6 +19,8 @@ INVERSE_127 = 7.874015718698502e-3  # what bitsandbytes multiplies with
 
 
 class BitsAndBytes4bit(Foreign):
+    """Reads `Linear4bit` in NF4 or FP4, with scales in float32 or quantized themselves."""
+
     parts = (
         *("weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"),
         *(f"{STATE}{table}" for table in ("nf4", "fp4")),
@@ -87,6 +89,8 @@ def swap_halves(codes: torch.Tensor) -> torch.Tensor:
 
 
 class BitsAndBytes8bit(Foreign):
+    """Reads `Linear8bitLt` as layers of a `W8A8Config`."""
+
     parts = ("SCB", "weight", "weight_format")
     config = "W8A8Config"
 

@@ -33,6 +33,8 @@ def _strategy(group_size: int | None) -> str:
 
 
 class CompressedTensors(Foreign):
+    """Reads quantized weights that are not sparse, with or without quantized activations."""
+
     parts = (
         *("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
         *("weight_global_scale", "input_scale", "input_zero_point"),

@@ -28,6 +28,8 @@ def sparse_layout(saved: dict) -> str | None:
 
 
 class SparseCompressedTensors(Foreign):
+    """Reads sparse weights as layers of a `SparseConfig`."""
+
     config = "SparseConfig"
 
     def __init__(self, saved):

@@ -11,6 +11,8 @@ from hf_efficient.kernels.linear.codes import BITS, pack_codes, unpack_codes
 
 
 class GPTQ(Foreign):
+    """Reads weights of GPTQ, also those quantized in the order of activations."""
+
     parts = ("qweight", "qzeros", "scales", "g_idx")
 
     def __init__(self, saved):

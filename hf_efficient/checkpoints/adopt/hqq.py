@@ -16,6 +16,8 @@ META = ("nbits", "group_size", "shape", "axis", "view_as_float", "quant_scale", 
 
 
 class HQQ(Foreign):
+    """Reads weights of HQQ that are grouped along rows (axis 1), with zero points in float."""
+
     parts = ("W_q", "scale", "zero", *META)
     unread = (
         *("packing", "unpack_view_dtype", "compute_dtype", "encoded_state_dict", "stores_quant_config"),

@@ -18,6 +18,8 @@ NARROW = {"int2": 2, "int3": 3, "int4": 4}
 
 
 class TorchAO(Foreign):
+    """Reads weights of torchao that are grouped along rows, without quantized activations."""
+
     parts = tuple(f"_weight_{part}" for part in ("qdata", "scale", "zero_point", "act_pre_scale", "scale_and_zero"))
 
     def scheme(self, stored, out_features, in_features, dtype):

@@ -98,6 +98,8 @@ def _copy_blocks_cuda(k_cache, v_cache, mapping, scales):
 
 
 def fake(call: AttentionCall, *lengths):
+    """The result of an attention op without numbers: out [..., Hq, Dv] in the dtype of q, and the log-sum-exp float32
+    [..., Hq, Sq], or an empty one. lengths: what only ops of packed sequences take."""
     q = call.q
     lse = q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=torch.float32) if call.return_lse else _no_lse(q)
     return q.new_empty(*q.shape[:-1], call.value_dim), lse

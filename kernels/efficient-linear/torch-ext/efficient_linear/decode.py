@@ -12,6 +12,7 @@ def pair(
     words, zero, magic, codebook_at, tables, J: tl.constexpr, BITS: tl.constexpr, ASYMMETRIC: tl.constexpr,
     LOOKUP: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
+    """Planes J and J + 1 of a step, as `join_planes` takes them. Arguments as in `unpack`."""
     if LOOKUP > 0:
         return two_planes(words, codebook_at, tables, J, BITS, LOOKUP, DTYPE, PTX)
     else:

@@ -178,6 +178,7 @@ def unpack_codebook_weight(packed: torch.Tensor, in_features: int, bits: int) ->
 
 
 def check_packed(packed: torch.Tensor, in_features: int, bits: int) -> None:
+    """Raises TypeError or ValueError when `packed` cannot be a weight int32 [N, W] of in_features columns."""
     if packed.dtype != torch.int32:
         raise TypeError(f"packed has dtype {packed.dtype}: allowed is torch.int32, what pack_weight returns")
     if in_features < 1:

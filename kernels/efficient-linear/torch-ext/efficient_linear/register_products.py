@@ -124,6 +124,7 @@ def zero_of_group(group):
 
 @triton.jit
 def elements():
+    """The numbers 0 to 127 of the elements of a block, 4 * lane + word: int32 [1, 128]."""
     return tl.arange(0, 128)[None, :]
 
 

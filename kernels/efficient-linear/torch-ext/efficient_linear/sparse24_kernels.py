@@ -31,6 +31,8 @@ def word_pairs(words):
 
 @triton.jit
 def look_up(low, high, patterns, PTX: tl.constexpr):
+    """The bytes that a table of 8 has for the patterns in the low four digits of `patterns`, int32: one for each digit.
+    low, high: bytes 0 to 3 and 4 to 7 of the table."""
     none = patterns & 0
     return permute_bytes(none + low, none + high, patterns, PTX)
 

@@ -111,6 +111,7 @@ def unpack_sparse24(values: torch.Tensor, places: torch.Tensor, out_features: in
 
 
 def check_sparse24(values: torch.Tensor, places: torch.Tensor, out_features: int, in_features: int) -> None:
+    """Raises TypeError or ValueError when these cannot be a packed weight [out_features, in_features]."""
     size = -(-out_features // ROWS), -(-in_features // COLUMNS)
     four_bits = values.dtype == torch.uint8
     if not four_bits and values.dtype not in (torch.float16, torch.bfloat16, torch.float32):

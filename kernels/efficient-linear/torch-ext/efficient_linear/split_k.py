@@ -31,6 +31,8 @@ def arrive(part, parts_at, part_stride, inside, arrivals_at, split, splits):
 
 @triton.jit
 def sum_of_parts(parts_at, part_stride, inside, splits, SHAPE_0: tl.constexpr, SHAPE_1: tl.constexpr):
+    """The sum of what `arrive` has stored of all splits, in their order: [SHAPE_0, SHAPE_1] in the dtype of the parts,
+    0 where not `inside`."""
     total = tl.zeros((SHAPE_0, SHAPE_1), parts_at.dtype.element_ty)
     for split in range(splits):
         total += tl.load(parts_at + split * part_stride, mask=inside, other=0, cache_modifier=".cg")
@@ -39,6 +41,7 @@ def sum_of_parts(parts_at, part_stride, inside, splits, SHAPE_0: tl.constexpr, S
 
 @functools.cache
 def processors(device: torch.device) -> int:
+    """The multiprocessors of a GPU. 4 in the interpreter."""
     return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -41,6 +41,7 @@ def unpack_ternary(packed: torch.Tensor, out_features: int, in_features: int) ->
 
 
 def check_ternary(packed: torch.Tensor, out_features: int, in_features: int) -> None:
+    """Raises TypeError or ValueError when `packed` cannot be a weight [out_features, in_features]."""
     if packed.dtype != torch.uint8:
         raise TypeError(f"packed has dtype {packed.dtype}: allowed is torch.uint8, what pack_ternary returns")
     expected = (-(-out_features // ROWS), -(-in_features // COLUMNS), ROWS, 32)

@@ -29,6 +29,7 @@ def check_codes(dtype: torch.dtype, w_dtype: torch.dtype | None = None, **codes:
 
 
 def check_out(bias, out_dtype, w_codes) -> None:
+    """Raises TypeError or ValueError unless out_dtype is served and bias is None or a contiguous float [N]."""
     if out_dtype not in DTYPES:
         raise TypeError(f"out_dtype={out_dtype}: allowed is one of {DTYPES}")
     if bias is None:
@@ -40,6 +41,7 @@ def check_out(bias, out_dtype, w_codes) -> None:
 
 
 def check_devices(device, **tensors) -> None:
+    """Raises ValueError unless `tensors`, by name, are None or on `device`, that of w_codes."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
             raise ValueError(f"{name} is on {tensor.device}, w_codes on {device}: allowed is one device")

@@ -51,4 +51,5 @@ def choose_tile(tokens: int, many_registers: bool, aligned: bool, rows: int = 1 
 
 
 def programs(tile: Tile, tokens: int, rows: int) -> int:
+    """The tiles of an output [tokens, rows]."""
     return -(-rows // tile.block_n) * -(-tokens // tile.block_m)

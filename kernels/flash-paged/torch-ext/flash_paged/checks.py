@@ -64,6 +64,7 @@ def check_heads(q: torch.Tensor, heads: int, name: str) -> None:
 
 
 def check_no_grad(*tensors: torch.Tensor) -> None:
+    """Raises RuntimeError when a tensor requires grad while grad is enabled."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise RuntimeError(
             "an input requires grad, which these functions do not record: use torch.no_grad(), or train through "

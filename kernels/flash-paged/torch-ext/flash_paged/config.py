@@ -12,6 +12,8 @@ import triton
 
 @dataclass(frozen=True)
 class Config:
+    """How one kernel is compiled for one kind of GPU, head dim and dtype."""
+
     block_m: int  # rows of the tile: queries, or queries times grouped heads when decoding
     block_n: int  # keys a step
     num_warps: int
