@@ -33,7 +33,7 @@ class PageForwards:
 
 def _forward_of(model, pages: RequestPages):
     """The `forward` of a `CapturedStep`."""
-    no_mask = torch.zeros(1, 1, 1, 1)  # models hand on a mask of 4 dimensions as it is: nothing is read on the host
+    no_mask = torch.zeros(1, 1, 1, 1, dtype=torch.float32)  # models hand on a mask of 4 dimensions: nothing is read
     keeps_logits = hasattr(model, "_supports_logits_to_keep") and model._supports_logits_to_keep()
 
     def forward(tokens, positions, index, is_captured):

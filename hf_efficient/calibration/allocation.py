@@ -46,7 +46,7 @@ def choose_sparsity(
         found = sum(_outliers(weights[name], squares[name]) for name in names)
         sizes.append(sum(weights[name].numel() for name in names))
         outliers.append(found / sizes[-1])
-    sizes, outliers = torch.tensor(sizes).double(), torch.tensor(outliers).double()
+    sizes, outliers = torch.tensor(sizes, dtype=torch.float64), torch.tensor(outliers, dtype=torch.float64)
     offset = -(outliers - (outliers * sizes).sum() / sizes.sum())
     offset *= span / offset.abs().max().clamp_min(1e-30)
     changes = {name: change for names, change in zip(groups, offset.tolist()) for name in names}

@@ -214,4 +214,4 @@ def _language_loss(model: nn.Module, window: torch.Tensor, drawn: torch.Generato
 def _empty(module: nn.Module, field: str) -> torch.Tensor:
     weight = weight_of(module)
     shape = {"output_hessian": (len(weight), len(weight)), "token_weights": (0, 0)}.get(field, weight.shape)
-    return torch.zeros(shape, device=weight.device)
+    return torch.zeros(shape, device=weight.device, dtype=torch.float32)

@@ -193,7 +193,7 @@ def _rise(sensitivity: Sensitivity, weight: torch.Tensor, format, method: str) -
 
 
 def _empty(weight: torch.Tensor) -> Sensitivity:
-    outputs, inputs = (torch.zeros(size, device=weight.device) for size in weight.shape)
+    outputs, inputs = (torch.zeros(size, device=weight.device, dtype=torch.float32) for size in weight.shape)
     return Sensitivity(inputs, outputs)
 
 

@@ -100,7 +100,8 @@ def measure_device(seconds: float = 1.0) -> Device:
     device = torch.device("cuda" if is_gpu else "cpu")
     hardware = describe()["hardware"]
     rows, columns = MATRIX
-    matrix, vector = torch.ones(rows, columns, device=device), torch.ones(columns, device=device)
+    matrix = torch.ones(rows, columns, device=device, dtype=torch.float32)
+    vector = matrix.new_ones(columns)
     bandwidth = matrix.nbytes / _best(partial(torch.mv, matrix, vector), seconds, is_gpu)
     del matrix
     size, operations = SQUARE * (8 if is_gpu else 1), {}

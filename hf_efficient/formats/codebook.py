@@ -132,7 +132,7 @@ class CodebookFormat(GroupedCodes):
         """The entries: float32 [..., 1 or N, 2^bits]."""
         if self.codebook == "kmeans":
             return tensors["codebook"].float()
-        return torch.tensor([TABLES[self.codebook]], device=tensors["qweight"].device)
+        return torch.tensor([TABLES[self.codebook]], device=tensors["qweight"].device, dtype=torch.float32)
 
     def grouped(self, values: torch.Tensor) -> torch.Tensor:
         """[N, K] -> float32 [N, G, g]; a short last group is filled with zeros."""
@@ -168,7 +168,7 @@ class CodebookFormat(GroupedCodes):
         `importance` [K], are smaller. Every weight takes the entry that is nearest with the scale as it is stored."""
         if self.codebook == "kmeans":
             raise ValueError("codebook='kmeans' has no table to round to: method='kmeans' learns one")
-        table = torch.tensor([TABLES[self.codebook]], device=weight.device)
+        table = torch.tensor([TABLES[self.codebook]], device=weight.device, dtype=torch.float32)
         largest, best = self.absmax(weight), None
         for entry in _LARGEST.get(self.codebook, (1.0,)):
             tensors = self.store_scale(divide(largest, entry), weight.dtype)

@@ -37,7 +37,7 @@ def group_importance(importance: torch.Tensor | None, format: AffineFormat, in_f
     if importance is None:
         if in_features % width == 0:
             return None
-        importance = torch.ones(in_features)
+        importance = torch.ones(in_features, dtype=torch.float32)
     return F.pad(importance.float(), (0, -in_features % width)).view(-1, width)
 
 
@@ -65,7 +65,7 @@ def grid_of_range(low: torch.Tensor, high: torch.Tensor, format: AffineFormat, d
         raise ValueError("the weight holds NaN or infinite values, or its range overflows float32")
     scale = stored(scale, dtype)
     if format.symmetric:
-        return scale, torch.full(scale.shape, (format.levels + 1) / 2, device=scale.device)
+        return scale, torch.full(scale.shape, (format.levels + 1) / 2, device=scale.device, dtype=torch.float32)
     return scale, (-low / scale.float()).round().clamp_(0, format.levels)
 
 

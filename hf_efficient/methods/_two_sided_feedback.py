@@ -126,7 +126,7 @@ def _damped(hessian: torch.Tensor, damping: float) -> torch.Tensor:
     """float32, with `damping` times the mean of the diagonal added to it; the identity for zeros."""
     hessian = hessian.float()
     mean = hessian.diagonal().mean()
-    eye = torch.eye(len(hessian), device=hessian.device)
+    eye = torch.eye(len(hessian), device=hessian.device, dtype=torch.float32)
     return hessian + eye * damping * mean if mean > 0 else eye
 
 
@@ -139,6 +139,6 @@ def _by_blocks(factor: torch.Tensor, blocks: list[int]) -> torch.Tensor:
         divided[:first, own] = torch.linalg.solve_triangular(
             factor[own, own], factor[:first, own], upper=True, left=False
         )
-        divided[own, own] = torch.eye(length, device=factor.device)
+        divided[own, own] = torch.eye(length, device=factor.device, dtype=torch.float32)
         first += length
     return divided

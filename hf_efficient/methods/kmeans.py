@@ -59,7 +59,7 @@ def _importance(weight, inputs) -> torch.Tensor:
     """float32 [K], mean 1. Columns whose input is always 0 keep a little weight, so that they are still rounded to
     nearest."""
     if inputs is None:
-        return torch.ones(weight.shape[1], device=weight.device)
+        return torch.ones(weight.shape[1], device=weight.device, dtype=torch.float32)
     importance = inputs.mean_square.float().to(weight.device)
     importance = importance / importance.mean().clamp_min(torch.finfo(torch.float32).tiny)
     return importance.clamp_min(1e-6)
@@ -106,7 +106,7 @@ def _shared_table(weight, scale, importance, format, unit) -> torch.Tensor:
         sums[1] += torch.bincount(bins, weights * values, minlength=_BINS)
     filled = sums[0] > 0
     if not filled.any():  # all weights are 0
-        return torch.zeros(1, 2**format.bits, device=weight.device)
+        return torch.zeros(1, 2**format.bits, device=weight.device, dtype=torch.float32)
     weights = sums[0][filled]
     return cluster((sums[1][filled] / weights)[None].float(), weights[None].float(), 2**format.bits)
 
@@ -150,7 +150,7 @@ def _optimal_start(values: torch.Tensor, weights: torch.Tensor, running: torch.T
     at = running.gather(2, cuts.expand(3, -1, -1))
     mass, first, second = at[:, :, None, :] - at[:, :, :, None]  # [R, i, j]: of pieces i to j - 1
     cost = (second - first.square() / torch.where(mass > 0, mass, 1)).clamp_min(0).float()
-    cost.masked_fill_(torch.ones(_CUTS + 1, _CUTS + 1, device=values.device).tril(-1).bool(), torch.inf)
+    cost.masked_fill_(torch.ones(_CUTS + 1, _CUTS + 1, device=values.device, dtype=torch.bool).tril(-1), torch.inf)
     least, choices = cost[:, 0], []  # [R, j]: least cost of the pieces before j
     for _ in range(entries - 1):
         least, choice = (least[:, :, None] + cost).min(1)

@@ -32,7 +32,7 @@ class Histogram:
 
     def centres(self) -> torch.Tensor:
         """The middle of each bin, float64 [U, 2 * BINS]."""
-        return (torch.arange(-BINS, BINS, device=self.limit.device) + 0.5) * self.width
+        return (torch.arange(-BINS, BINS, dtype=torch.float64, device=self.limit.device) + 0.5) * self.width
 
     def magnitudes(self) -> torch.Tensor:
         """Counts of |x| in bins of [0, limit): int64 [U, BINS]."""

@@ -37,7 +37,7 @@ class LinearInputs:
         self.absmax = torch.zeros(in_features, dtype=torch.float32, device=device)
         self._sum_abs = torch.zeros_like(self.absmax)
         self._sum_square = torch.zeros_like(self.absmax)
-        self._hessian = torch.zeros(in_features, in_features, device=device) if hessian else None
+        self._hessian = torch.zeros(in_features, in_features, device=device, dtype=torch.float32) if hessian else None
         self._mirrored = True
 
     @property
@@ -83,7 +83,7 @@ class LinearInputs:
             magnitude = chunk.abs()
             if len(chunk):
                 torch.maximum(self.absmax, magnitude.amax(0).float(), out=self.absmax)
-            ones, magnitude = torch.ones(len(chunk), device=x.device), magnitude.float()
+            ones, magnitude = torch.ones(len(chunk), device=x.device, dtype=torch.float32), magnitude.float()
             self._sum_abs += ones @ magnitude
             self._sum_square += ones @ magnitude.square_()
         if not torch.isfinite(self.absmax).all():

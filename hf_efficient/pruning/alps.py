@@ -33,7 +33,7 @@ def prune(
 def _support(dense: torch.Tensor, hessian: torch.Tensor, target: Sparsity, steps: int) -> torch.Tensor:
     """The mask bool [N, K] that ADMM finds."""
     wanted, mask = dense @ hessian, target.mask(dense.abs())
-    identity = torch.eye(len(hessian), device=hessian.device)
+    identity = torch.eye(len(hessian), device=hessian.device, dtype=torch.float32)
     sparse, multiplier, rho = dense.where(mask, 0), torch.zeros_like(dense), _RHO
     for step in range(steps):
         if step % _STEPS_A_RHO == 0:

@@ -50,8 +50,10 @@ class Rotary:
 
     def _check(self) -> None:
         """Raises ValueError unless rotating by 3 and then by 40 is rotating by 43."""
-        cos, _ = self._embedding(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long), *self._arguments)
-        states = torch.randn(2, cos.shape[-1], generator=torch.Generator().manual_seed(0))
+        cos, _ = self._embedding(
+            torch.zeros(1, dtype=torch.float32), torch.zeros(1, 1, dtype=torch.long), *self._arguments
+        )
+        states = torch.randn(2, cos.shape[-1], generator=torch.Generator().manual_seed(0), dtype=torch.float32)
         try:
             first, second, both = (self(states, torch.tensor([n])) for n in (3, 40, 43))
             twice = self(first, torch.tensor([40]))
@@ -79,7 +81,9 @@ class Rotary:
         key = future, dim, device
         if key not in self._means:
             ahead = torch.arange(1, future + 1, device=device)[:, None]
-            self._means[key] = self(torch.eye(dim, device=device).expand(future, -1, -1), ahead).mean(0)
+            self._means[key] = self(
+                torch.eye(dim, device=device, dtype=torch.float32).expand(future, -1, -1), ahead
+            ).mean(0)
         return self._means[key]
 
 

@@ -46,7 +46,7 @@ class EvictingStore(PageStore):
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []  # queries [B, Hq, S, D] and their positions
         with torch.inference_mode(False):  # of every inner sequence, in the order of its tokens
             self._positions = torch.empty(len(self.pool.tables), 0, dtype=torch.int64, device=key.device)
-            self._accumulated = torch.empty(len(self.pool.tables), 0, device=key.device)
+            self._accumulated = torch.empty(len(self.pool.tables), 0, device=key.device, dtype=torch.float32)
             self._sinks = (
                 None  # keys and values of the first tokens as they were read first, [sequences, sinks, D + Dv]
             )

@@ -213,7 +213,9 @@ class _Rounded(torch.autograd.Function):
             rows = len(coded.table)
             flat = codes.flatten(2).flatten(0, 1).long()
             each = (split * spread).flatten(2).flatten(0, 1)
-            table = torch.zeros(len(flat), coded.table.shape[1], device=flat.device).scatter_add_(1, flat, each)
+            table = torch.zeros(len(flat), coded.table.shape[1], device=flat.device, dtype=torch.float32).scatter_add_(
+                1, flat, each
+            )
             table = table if rows > 1 else table.sum(0, keepdim=True)
         if coded.kept is not None:
             passed[:, coded.kept] = gradient[:, coded.kept].float()

@@ -103,7 +103,11 @@ class Cutter:
         module = self.anatomy.module(owner, dense)
         if axes and value.ndim == 1 and (gain := rms_gain(module)) is not None:
             offset = (gain - value.float()).mean().round()  # 1 for norms that multiply by (1 + weight), else 0
-            gain = torch.ones(parameter.shape) if self.basis.rotates else self.basis.cut(gain, 0) * self.basis.scale
+            gain = (
+                torch.ones(parameter.shape, dtype=torch.float32)
+                if self.basis.rotates
+                else self.basis.cut(gain, 0) * self.basis.scale
+            )
             value, axes = gain - offset.to(gain), ()
         if (
             owner in self.norm_of and value.ndim == 2

@@ -33,7 +33,7 @@ def observe_stream(
     }
     moments = Moments(old.hidden_size, method == "slicegpt", device)
     inputs = {name: LinearInputs(old.hidden_size, hessian=False, device=device) for name in readers}
-    turns = torch.zeros(old.num_hidden_layers)
+    turns = torch.zeros(old.num_hidden_layers, dtype=torch.float32)
 
     def turned(layer: int, args, kwargs, output) -> None:
         turns[layer] += shape.turn(hidden_argument(args, kwargs), first_tensor(output)).cpu()

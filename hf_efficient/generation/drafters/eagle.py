@@ -116,7 +116,7 @@ class EagleHead(EagleLayer):
         attention and MLP start at 0. For heads whose norms have not been trained."""
         size, whole = self.fuse_target.shape
         products = torch.zeros(whole, whole, dtype=torch.float64)
-        targets, squares, count = torch.zeros(whole, size, dtype=torch.float64), torch.zeros(size), 0
+        targets, squares, count = products.new_zeros(whole, size), torch.zeros(size, dtype=torch.float32), 0
         for tokens, hidden in examples:
             hidden = hidden.to(self.fuse)
             embeddings = self.embed(tokens[1:-1].to(self.fuse.device)).to(self.fuse.dtype)

@@ -126,7 +126,7 @@ class _PartialResults:
     def combine(self, value_dim: int, s_aux: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention float32 [B, Hk, G * S, Dv] and its log-sum-exp [B, Hk, G * S]."""
         batch, heads, height = self.query.shape[:3]
-        top = torch.full((batch, heads, height), float("-inf"))
+        top = torch.full((batch, heads, height), float("-inf"), dtype=torch.float32)
         if s_aux is not None:
             top = s_aux.float().view(heads, -1, 1).expand(-1, -1, self.queries.positions.shape[1])
             top = top.reshape(1, heads, height).repeat(batch, 1, 1)
@@ -136,7 +136,7 @@ class _PartialResults:
         top.clamp_min_(torch.finfo(torch.float32).min)
         total, weight = (sinks - top).exp_(), (lse - top[sequences]).exp_()
         total.index_add_(0, sequences, weight)
-        out = torch.zeros(batch, heads, height, value_dim)
+        out = torch.zeros(batch, heads, height, value_dim, dtype=torch.float32)
         out.index_add_(0, sequences, torch.cat(self.out).mul_(weight[..., None]))
         return out.div_(total.clamp_min(1e-30)[..., None]), top + total.log()
 
@@ -178,7 +178,7 @@ def attend_pages(call: AttentionCall, keys: Pages, values: Pages, queries: Query
         both = (ring.float().transpose(1, 2) for ring in rings[:2])
         parts.add(torch.arange(batch), *both, indices, indices < queries.lengths[:, None])
     if not parts.sequences:  # no sequence has a key
-        nothing = torch.zeros(batch, heads, 1, max(dim, values.dim))
+        nothing = torch.zeros(batch, heads, 1, max(dim, values.dim), dtype=torch.float32)
         none = torch.zeros(batch, 1, dtype=torch.long)
         parts.add(torch.arange(batch), nothing[..., :dim], nothing[..., : values.dim], none, none.bool())
     out, lse = parts.combine(values.dim, call.s_aux)

@@ -126,7 +126,7 @@ def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor] | None:
     """
     call.q, out = call.q.contiguous(), call.q.new_empty(*call.q.shape[:-1], call.value_dim)
     batch, width, heads = call.q.shape[:3]
-    lse = torch.empty((batch, heads, width) if call.return_lse else 0)
+    lse = torch.empty((batch, heads, width) if call.return_lse else 0, dtype=torch.float32)
     call.k, call.v = (x if x is None else x.contiguous() for x in (call.k, call.v))
     native, _alive = describe(call, out, lse)
     torch.get_num_threads()  # gives a new Python thread torch's number of threads: OpenMP has one for each thread

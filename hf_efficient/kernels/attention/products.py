@@ -102,6 +102,6 @@ def _weights(queries: torch.Tensor, keys: torch.Tensor, part: slice, scale: floa
     rounded = torch.bmm(queries, turned)
     rest = torch.baddbmm(rounded, queries, turned, beta=-1)  # what bfloat16 could not hold of the scores
     scores = rounded.float().add_(rest).mul_(scale)
-    hidden = torch.full((width, width), float("-inf")).triu_(1)
+    hidden = torch.full((width, width), float("-inf"), dtype=torch.float32).triu_(1)
     scores.unflatten(1, (-1, width))[..., part.start :] += hidden
     return scores.softmax(-1)

@@ -86,7 +86,7 @@ def _attend_batch(call: AttentionCall, q, k, v, queries: QueryBatch, present=Non
     if unmasked and right == 0 and width == length and not call.softcap and call.s_aux is None:
         return attend(q, k, v, causal=True, **options).contiguous(), q.new_empty(0, dtype=torch.float32)
     out = q.new_zeros(batch, width, heads, v.shape[-1])
-    lse = torch.full((batch, heads, width), float("-inf"))
+    lse = torch.full((batch, heads, width), float("-inf"), dtype=torch.float32)
     if call.s_aux is not None:
         lse[:] = call.s_aux.float()[:, None]
     step = width if queries.ancestors is not None else max(1, policy.SCORES // (batch * heads * max(length, 1)))
@@ -120,7 +120,7 @@ def flash_attn_varlen(call: AttentionCall, cu_seqlens_q, cu_seqlens_k, max_q, ma
     """`flash_attn_varlen_func`: keys and values are call.k_cache, call.v_cache, pages with a call.block_table."""
     q, k, v, slopes = call.q, call.k_cache, call.v_cache, call.alibi_slopes
     out = q.new_zeros(*q.shape[:2], v.shape[-1])
-    lse = torch.full((q.shape[1], len(q) if call.return_lse else 0), float("-inf"))
+    lse = torch.full((q.shape[1], len(q) if call.return_lse else 0), float("-inf"), dtype=torch.float32)
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for b, (first, last) in enumerate(zip(starts_q, starts_q[1:])):
         if first == last:
@@ -174,7 +174,7 @@ def flash_attn_with_kvcache(call: AttentionCall):
         out, lse = attend_pages(call, keys, values, queries, (*rings, stored) if has_rings else None)
         return out, lse if call.return_lse else lse.new_empty(0)
     out = q.new_zeros(*q.shape[:3], values.dim)
-    lse = torch.zeros(batch, q.shape[2], width if call.return_lse else 0)
+    lse = torch.zeros(batch, q.shape[2], width if call.return_lse else 0, dtype=torch.float32)
     firsts = queries.first_seen.tolist()
     for b, (length, quantized, first) in enumerate(zip(lengths.tolist(), stored.tolist(), firsts)):
         if not has_table and call.k_scale is None:

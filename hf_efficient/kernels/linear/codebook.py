@@ -134,7 +134,7 @@ def fit_grid(table: torch.Tensor, points: int) -> tuple[torch.Tensor, torch.Tens
     """
     low, high = table.aminmax(dim=1, keepdim=True)
     best = None
-    for margin in torch.linspace(0, 0.1, 21).tolist():
+    for margin in torch.linspace(0, 0.1, 21, dtype=torch.float32).tolist():
         for shift in (0.0, 0.25, 0.5, 0.75, 1.0):
             step = ((high - low) * (1 + margin) / (points - 1)).clamp_min(torch.finfo(torch.float32).tiny)
             start = low - (high - low) * margin * shift

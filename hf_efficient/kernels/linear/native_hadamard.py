@@ -50,7 +50,7 @@ def rotate(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
 def _constants(columns: int) -> tuple[int, torch.Tensor, torch.Tensor]:
     """(blocks, the matrices of the transform behind each other, their orders)."""
     blocks, matrices = hadamard.constants(columns, torch.float32, torch.device("cpu"))
-    matrices = [torch.eye(1)] if not matrices else matrices
+    matrices = [torch.eye(1, dtype=torch.float32)] if not matrices else matrices
     padded = [F.pad(matrix, (0, -matrix.shape[1] % LANES)).flatten() for matrix in matrices]
     return blocks, torch.cat(padded), torch.tensor([len(matrix) for matrix in matrices])
 

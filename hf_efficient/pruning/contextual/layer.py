@@ -83,7 +83,7 @@ def find_places(model: nn.Module) -> list[Place]:
 
 def _name_of(activation) -> str | None:
     """The name in `ACTIVATIONS` of a function that gives the same values."""
-    x = torch.linspace(-6, 6, 97)
+    x = torch.linspace(-6, 6, 97, dtype=torch.float32)
     return next((name for name, f in ACTIVATIONS.items() if torch.allclose(activation(x), f(x), atol=1e-5)), None)
 
 

@@ -27,7 +27,7 @@ class Basis:
         """Keeps the `size` channels of the largest importance [d]. moments: [d], mean squares of normalized tokens."""
         kept = importance.topk(size).indices.sort().values
         share = (moments[kept].sum() / moments.sum()).item()
-        matrix = torch.eye(len(importance), device=moments.device)[:, kept]
+        matrix = torch.eye(len(importance), device=moments.device, dtype=torch.float32)[:, kept]
         return cls(matrix, (len(importance) / size * share) ** 0.5, False)
 
     def cut(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
@@ -45,8 +45,8 @@ class Moments:
     """
 
     def __init__(self, width: int, covariance: bool, device=None):
-        self.covariance = torch.zeros(width, width, device=device) if covariance else None
-        self._sum_square, self.count = torch.zeros(width, device=device), 0
+        self.covariance = torch.zeros(width, width, device=device, dtype=torch.float32) if covariance else None
+        self._sum_square, self.count = torch.zeros(width, device=device, dtype=torch.float32), 0
 
     def update(self, x: torch.Tensor) -> None:
         rows = x.detach().flatten(0, -2).float()
@@ -66,7 +66,7 @@ def rms_gain(norm: nn.Module) -> torch.Tensor | None:
     norms multiply by (1 + weight). None for a module that computes something else, as LayerNorm does."""
     width = len(norm.weight)
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(8, width, generator=generator).add_(0.5)
+    rows = torch.randn(8, width, generator=generator, dtype=torch.float32).add_(0.5)
     rows = (rows / rows.square().mean(-1, keepdim=True).sqrt()).to(norm.weight)
     with torch.no_grad():
         ratio = norm(rows).float() / rows.float()
