@@ -223,6 +223,12 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
         """Makes the model be saved with the compressed tensors that it has."""
         weight_conversions.forget(model, self._joined)
 
+    def dequantize(self, model, dtype=None):
+        """dtype: by default that of each layer, which casts of the model change and its config does not follow."""
+        self._dequantize(model, dtype)
+        self.remove_quantization_config(model)
+        return model
+
     def _dequantize(self, model, dtype=None):
         make_dense(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
         weight_conversions.remember(model, self._joined)

@@ -271,6 +271,9 @@ def test_t9_dequantize_after_a_save(tmp_path):
     other = load(tmp_path)
     other.dequantize(torch.bfloat16)
     assert other.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    cast = load(tmp_path).to(torch.bfloat16)
+    cast.dequantize()
+    assert {parameter.dtype for parameter in cast.parameters()} == {torch.bfloat16} and logits(cast).isfinite().all()
     with pytest.raises(ValueError):
         model.dequantize()
 
