@@ -195,9 +195,8 @@ class CompressedModule(nn.Module):
             self.derive_layouts(dtype)
         layouts = self._layouts.get(prefix)
         if layouts is None:  # offloaded: made for this call only
-            weight = self._compressed[prefix]
-            parts = self._split(weight)
-            return [format.dequantized_layout(tensors, weight.in_features, dtype) for format, tensors in parts]
+            columns, parts = self._compressed[prefix].in_features, self._split(self._compressed[prefix])
+            return [(f.layout if f.rounds_inputs else f.dequantized_layout)(t, columns, dtype) for f, t in parts]
         return layouts
 
     def _is_outdated(self, prefix: str, dtype: torch.dtype) -> bool:

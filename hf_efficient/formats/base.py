@@ -20,6 +20,7 @@ class Format:
     dimension of experts.
 
     Attributes:
+        rounds_inputs: whether products round their inputs, too, so that the dequantized weight computes something else.
         checks_codes: whether `check` reads "qweight", which is a pass over all weights.
         whole: why a process cannot hold a part of such a weight; None where it can.
         adopted: whether the format occurs only in other libraries' checkpoints, and no method of ours quantizes to it.
@@ -27,6 +28,7 @@ class Format:
             experts alike.
     """
 
+    rounds_inputs = False
     checks_codes = False
     adopted = False
     whole: str | None = None
@@ -83,7 +85,7 @@ class Format:
         return self.dequantized_layout(tensors, in_features, dtype)
 
     def dequantized_layout(self, tensors, in_features: int, dtype: torch.dtype) -> Layout:
-        """The layout that serves every device and shape and keeps nothing allocated."""
+        """The layout that serves every device and shape and keeps nothing allocated. It rounds no inputs."""
         return DequantizedLayout(functools.partial(self.dequantize, tensors, in_features, dtype), dtype)
 
     def grouped_layout(self, tensors: dict[str, torch.Tensor], in_features: int, dtype: torch.dtype) -> Layout | None:

@@ -59,6 +59,7 @@ class TernaryFormat(Format):
         """qweight -> int8 [..., N, in_features] of -1, 0 and 1."""
         return self.unpack(qweight, in_features).to(torch.int8) - 1
 
+    rounds_inputs = True
     checks_codes = True
 
     def check(self, tensors, in_features):

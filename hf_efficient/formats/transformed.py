@@ -33,6 +33,10 @@ class TransformedFormat(Format):
     input_bits: int | None = None
 
     @property
+    def rounds_inputs(self) -> bool:
+        return self.input_bits is not None or self.inner.rounds_inputs
+
+    @property
     def adopted(self) -> bool:
         return self.input_order or self.inner.adopted
 

@@ -33,6 +33,7 @@ class Int8Format(Format):
     static: bool = False
     outlier_threshold: float | None = None
     outlier_columns: int = 0
+    rounds_inputs: ClassVar[bool] = True
     largest: ClassVar[int] = 127  # code of a symmetric grid
     largest_input: ClassVar[int] = 127
 
@@ -95,6 +96,7 @@ class Float8Format(Format):
     static: bool = False
     outlier_columns: int = 0
     is_e5m2: bool = False
+    rounds_inputs: ClassVar[bool] = True
     largest_input: ClassVar[int] = 448
 
     @property

@@ -4,11 +4,13 @@ import os
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from helpers import assert_close, tiny_model
 from safetensors.torch import load_file
+from saved_models import folder, logits
 from transformers import AutoModelForCausalLM
 
-from hf_efficient import WeightOnlyConfig
+from hf_efficient import BitNetConfig, W8A8Config, WeightOnlyConfig
 from hf_efficient.layers import CompressedModule
 
 
@@ -60,6 +62,28 @@ def test_auto_device_map_with_disk(folders, quantized, tmp_path):
     assert first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
     with pytest.raises(ValueError, match="dequantize.*offloaded.*device_map"):
         model.dequantize()
+
+
+ROUNDS_INPUTS = {
+    "int8": W8A8Config(),
+    "int8_static": W8A8Config(activations="static", method="smoothquant", calibration={"tokens": IDS}),
+    "llm_int8": W8A8Config(method="llm_int8"),
+    "fp8": W8A8Config(dtype="fp8"),
+    "bitnet": BitNetConfig(),
+    "rotated_4_bits": WeightOnlyConfig(bits=4, activation_bits=4, rotate=True, method="rtn"),
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("config", ROUNDS_INPUTS)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_offloaded_layers_round_their_inputs(config, name):
+    model = load(folder(name), quantization_config=ROUNDS_INPUTS[config])
+    expected = logits(model)
+    cpu_offload(model, execution_device="cpu")
+    compressed = [m for m in model.modules() if isinstance(m, CompressedModule)]
+    assert all(m.is_offloaded for m in compressed)
+    assert_close(logits(model), expected, 2e-6, 1e-4, "the same layouts")
 
 
 def test_everything_on_one_device_needs_no_hooks(folders):

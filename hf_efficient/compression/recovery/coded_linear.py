@@ -7,9 +7,8 @@ from torch.func import functional_call
 
 from hf_efficient.bit_linear import StraightThrough
 from hf_efficient.compression.recovery.coded_weights import SCALE_RATE, coded_weight
-from hf_efficient.formats.ternary import TernaryFormat
 from hf_efficient.formats.trellis import TrellisFormat
-from hf_efficient.formats.w8a8 import BLOCK, Float8Format, Int8Format
+from hf_efficient.formats.w8a8 import BLOCK, Float8Format
 from hf_efficient.kernels.hadamard import rotate
 from hf_efficient.kernels.linear.w8a8 import quantize
 from hf_efficient.layers import BiasApartLinear, EfficientLinear
@@ -45,7 +44,7 @@ class CodedLinear(nn.Linear):
         learns = isinstance(self.inner, TrellisFormat) and "input_scale" in self.transform
         start = torch.zeros_like(self.transform["input_scale"], dtype=torch.float32) if learns else None
         self.register_parameter("log_input_scale", None if start is None else nn.Parameter(start))
-        self.rounds_inputs = isinstance(self.inner, (TernaryFormat, Int8Format, Float8Format))
+        self.rounds_inputs = self.inner.rounds_inputs
         norm = getattr(origin, "rms_norm", None)
         weight = None if norm is None else nn.Parameter(norm.weight.detach().float())
         self.register_parameter("norm_weight", weight)
