@@ -3,6 +3,7 @@
 import fresh_processes
 import pytest
 import torch
+import transformers
 from helpers import assert_close, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -77,6 +78,44 @@ def test_slicegpt_without_slicing_changes_nothing():
         assert len(norms) == 5 and all(torch.equal(weight, torch.ones(64)) for weight in norms)
         assert not torch.allclose(rotated.model.embed_tokens.weight, model.model.embed_tokens.weight, atol=0.1)
         assert not rotated.config.tie_word_embeddings
+
+
+def test_biases_lie_along_the_residual_stream():
+    """Those of linears that write to it are rotated with it, or cut where its channels go."""
+    model = tiny_model("llama", attention_bias=True, mlp_bias=True)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.uniform_(-1, 1, generator=torch.Generator().manual_seed(len(name)))
+    rotated = hf_efficient.prune_structure(model, "slicegpt", remove=0, calibration=CALIBRATION)
+    assert_close(logits(rotated), logits(model), 1e-5, 1e-3, "a rotation in float32")
+    narrow = dict(shape={"hidden_size": 48}, calibration=CALIBRATION, repair=False)
+    small = hf_efficient.prune_structure(model, "shape", **narrow).model.layers[1].mlp.down_proj
+    large = model.model.layers[1].mlp.down_proj
+    kept = [(large.bias == value).nonzero().item() for value in small.bias]
+    assert kept == sorted(kept) and torch.equal(small.weight, large.weight[kept])
+
+
+def test_heads_that_share_one_key_though_the_config_does_not_say_so():
+    torch.manual_seed(0)
+    config = transformers.FalconConfig(vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    model = transformers.FalconForCausalLM(config).eval()
+    assert examine(model, BATCH).shape == Shape(2, 4, 1, 256, 64)
+    small = hf_efficient.prune_structure(model, "l1", remove=0.2)
+    own = [layer.mlp.dense_4h_to_h.weight for layer in small.transformer.h]
+    expected = logits(small)
+    with torch.no_grad():
+        for layer, weight in zip(model.transformer.h, own):
+            gone = ~(layer.mlp.dense_4h_to_h.weight.T[:, None] == weight.T).all(2).any(1)
+            assert gone.sum() == 256 - weight.shape[1] > 0
+            layer.mlp.dense_4h_to_h.weight[:, gone] = 0
+    assert_close(expected, logits(model), 1e-5, 1e-3, "the same sums in float32, without the zeros")
+
+
+def test_a_config_without_a_number_of_neurons_is_named():
+    config = transformers.BloomConfig(vocab_size=128, hidden_size=64, n_layer=2, n_head=4)
+    with pytest.raises(ValueError, match="BloomConfig has no intermediate_size"):
+        hf_efficient.prune_structure(transformers.BloomForCausalLM(config), "l1", remove=0.2)
 
 
 TARGETS = {

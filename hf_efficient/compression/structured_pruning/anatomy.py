@@ -1,6 +1,7 @@
 """The prunable structures of a decoder, found by running it: its blocks, their coupled groups, and the axes of the
 residual stream."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -129,6 +130,8 @@ def examine(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> Anatomy
         raise ValueError(f"{kind} has {len(chain.modules)} blocks where its config has {layers} layers")
     if heads and heads[0].columns.shape[:2].numel() != shape.num_attention_heads:
         raise ValueError(f"{kind}: found {heads[0].columns.shape[:2].numel()} heads, not {shape.num_attention_heads}")
+    if heads:  # not all configs name the groups, as Falcon's
+        shape = dataclasses.replace(shape, num_key_value_heads=heads[0].columns.shape[0])
     head_dim = heads[0].columns.shape[2] if heads else 0
     return Anatomy(model, followed, chain, linears, {group.reader: group for group in groups}, shape, head_dim, adds)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import initialization
 
-from hf_efficient.compression.structured_pruning.anatomy import Anatomy, input_axis, norms_before
+from hf_efficient.compression.structured_pruning.anatomy import LINEAR, Anatomy, input_axis, norms_before
 from hf_efficient.integrations.transformers_compat import model_from_config
 from hf_efficient.pruning.structured.basis import rms_gain
 
@@ -101,7 +101,8 @@ class Cutter:
             return
         owner, axes = key.rpartition(".")[0], self.axes.get(key, ())
         module = self.anatomy.module(owner, dense)
-        if axes and value.ndim == 1 and (gain := rms_gain(module)) is not None:
+        gain = rms_gain(module) if axes and value.ndim == 1 and not isinstance(module, LINEAR) else None
+        if gain is not None:
             offset = (gain - value.float()).mean().round()  # 1 for norms that multiply by (1 + weight), else 0
             gain = (
                 torch.ones(parameter.shape, dtype=torch.float32)

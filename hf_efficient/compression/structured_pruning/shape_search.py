@@ -86,5 +86,6 @@ class ShapeSearch:
     def _count_by_size(self, base: Shape, name: str) -> Callable[[int], int | None]:
         if name == "hidden_size":
             return lambda size: self._count(base.smaller(hidden_size=size))
-        one, two = (self._count(base.smaller(intermediate_size=size)) for size in (1, 2))  # linear in the neurons
-        return lambda size: one + (size - 1) * (two - one)
+        small = (self.config(base.smaller(intermediate_size=size)) for size in (1, 2))  # raises where there is no name
+        one, two = (read_parameters(empty_model(type(self.model), config)) for config in small)
+        return lambda size: one + (size - 1) * (two - one)  # linear in the neurons

@@ -102,7 +102,7 @@ def _probe(linears: dict[str, nn.Module], run: Callable[[], object], seed: int) 
         def forward(x, *args):
             leaf = torch.randn(*x.shape[:-1], width, generator=generator).to(x.device, x.dtype).requires_grad_()
             inputs[names[index]], leaves[names[index]] = x, leaf
-            return leaf
+            return leaf.clone()  # some models add to it in place
 
         return forward
 
