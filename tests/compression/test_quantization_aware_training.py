@@ -18,8 +18,10 @@ from hf_efficient import recover
 from hf_efficient.calibration.divergence import distillation_loss
 from hf_efficient.compression.recovery.coded_experts import CodedExperts
 from hf_efficient.compression.recovery.coded_linear import CodedLinear
+from hf_efficient.compression.recovery.coded_weights import CodedWeight
 from hf_efficient.compression.recovery.learned_norm import RATE, LearnedNorm
 from hf_efficient.compression.recovery.unpacking import discard, unpack
+from hf_efficient.formats.codebook import TABLES, CodebookFormat
 from hf_efficient.layers import EfficientLinear
 
 
@@ -111,6 +113,28 @@ def test_every_format_learns_and_is_saved_as_it_was(name, request, tmp_path):
     assert all(torch.equal(bytes_of(t), bytes_of(state[n])) for n, t in again.state_dict().items())
 
 
+@pytest.mark.parametrize("codebook", ["nf4", "fp4", "mxfp4", "nvfp4"])
+def test_gradients_of_tables_pass_up_to_their_largest_entry(codebook):
+    format = CodebookFormat(codebook, 4, 16 if codebook == "nvfp4" else 32)
+    weight, generator = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
+    coded = CodedWeight(format, format.round(weight), 64, torch.float32, weight)
+    with torch.no_grad():
+        coded.weight[:, ::7] *= 3  # some lie far beyond
+    out = coded(torch.float32)
+    upstream = torch.randn(out.shape, generator=generator)
+    out.backward(upstream)
+    scale, entries = coded.stored_scale().repeat_interleave(format.group_size, 1), torch.tensor(TABLES[codebook])
+    exact = coded.weight.detach()
+    passed = upstream * ((exact / scale).abs() < 1.2 * entries.max())
+    assert 0 < (passed == 0).sum() < passed.numel() / 4
+    assert torch.equal(coded.weight.grad, passed)
+    if codebook == "nvfp4":
+        assert coded.log_scale.grad is None and coded.canonical()["scale_codes"] is coded.start["scale_codes"]
+        return
+    slopes = (upstream * out.detach() - passed * exact).unflatten(1, coded.log_scale.shape[1:] + (-1,)).sum(-1)
+    assert torch.allclose(coded.log_scale.grad, slopes, atol=1e-4)
+
+
 def linears(model):
     return {n: m for n, m in model.named_modules() if isinstance(m, EfficientLinear)}
 
@@ -181,6 +205,19 @@ def test_experts_learn_under_their_codes(name, tmp_path):
     model.save_pretrained(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)
     assert all(torch.equal(bytes_of(t), bytes_of(state[n])) for n, t in again.state_dict().items())
+
+
+def test_experts_whose_checkpoints_have_other_names_are_resumed(tmp_path):
+    """Mixtral is saved as "block_sparse_moe", and is "mlp" in memory."""
+    teacher = tiny_model("mixtral", num_hidden_layers=1)
+    teacher.save_pretrained(tmp_path / "dense")
+    states = []
+    for _ in range(2):  # the second one takes what was learned from the folder
+        config = hf_efficient.WeightOnlyConfig(bits=2, group_size=32, method="rtn")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
+        recover(model, teacher, TOKENS, checkpoint_dir=tmp_path / "state", **FAST)
+        states.append(model.state_dict())
+    assert_same_tensors(*states)
 
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["own", "tied"])

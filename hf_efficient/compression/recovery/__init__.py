@@ -51,11 +51,11 @@ def recover(
     All linear layers are trained, except an uncompressed output embedding. Layers with codes (of any number of bits,
     codebooks, ternary, int8 and float8, under a mask or not) are trained by quantization-aware training (LLM-QAT,
     https://arxiv.org/abs/2305.17888). A float32 weight is rounded in every forward as it will be stored, the gradient
-    passes straight through the rounding, and the scales are trained too (LSQ, https://arxiv.org/abs/1902.08153).
-    Training starts at the teacher's weight if the codes were made of it, moved to where it rounds to these codes. Of
-    trellis codes only the factors of rows and inputs are trained. Sparse layers keep their masks. Dense layers (after
-    structured pruning, for example) are trained as they are. Inputs that are rounded to 8 bits are rounded in training
-    too.
+    passes straight through the rounding, and the scales are trained too (LSQ, https://arxiv.org/abs/1902.08153), but
+    not those of NVFP4. Training starts at the teacher's weight if the codes were made of it, moved to where it rounds
+    to these codes. Of trellis codes only the factors of rows and inputs are trained. Sparse layers keep their masks.
+    Dense layers (after structured pruning, for example) are trained as they are. Inputs that are rounded to 8 bits are
+    rounded in training too.
 
     Compressed experts of mixtures are trained as linear layers are, and so are the weights of norms. Embeddings,
     biases, tied weights and uncompressed fused experts do not change. Trained weights are float32, with a cosine

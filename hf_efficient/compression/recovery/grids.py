@@ -121,10 +121,11 @@ class TableGrid:
 
     def __init__(self, format: CodebookFormat, table: torch.Tensor):
         self.format, self.table = format, table
-        self.bounds = -1.2, 1.2  # learned tables reach as far as the largest weight, too
+        self.bounds = -1.2, 1.2  # in units of the entry of the largest magnitude
 
     def shifted(self, x):
-        return x
+        largest = self.table.abs().amax(1).clamp_min(torch.finfo(x.dtype).tiny)
+        return x.div_(largest[:, None, None, None])
 
     @torch.no_grad()
     def nearest(self, x):

@@ -14,10 +14,11 @@ def save_pretrained(self, save_directory, *args, state_dict=None, **kwargs):
 
     Writes the packed model, as it would be if training ended now. A folder named as Trainer names its checkpoints gets
     the weights as they are learned, to go on from, and no config.json: it is no model, and `from_pretrained` says that
-    the file is missing. Unpickling looks the method up by this name, and finds the class's own.
+    the file is missing. Weights keep the names that they have in the model: Trainer resumes from no others. Unpickling
+    looks the method up by this name, and finds the class's own.
     """
     if _CHECKPOINT.fullmatch(Path(save_directory).name):
-        kwargs["state_dict"] = state_dict
+        kwargs |= {"state_dict": state_dict, "save_original_format": False}
         type(self).save_pretrained(self, save_directory, *args, **kwargs)
         (Path(save_directory) / "config.json").unlink(missing_ok=True)
         return
