@@ -234,7 +234,19 @@ class BatchedRunner(ModelRunner):
     _forwards: PageForwards | None = None
 
     def compute_batch(self, model, batch_data: dict) -> None:
-        """The forward, and one sampling for all requests."""
+        """The forward, and one sampling for all requests.
+
+        Raises RuntimeError where another thread has given the model an attention that does not read these pages.
+        """
+        self._compute_batch(model, batch_data)
+        ios = self.inputs_and_outputs
+        if getattr(ios, "pages", None) is not None and not request_options.is_ours(model):
+            raise RuntimeError(
+                f"attn_implementation became {model.config._attn_implementation!r} while continuous batching ran, and "
+                "only flash_paged reads its pages: call stop() of the manager before set_attn_implementation"
+            )
+
+    def _compute_batch(self, model, batch_data: dict) -> None:
         ios = self.inputs_and_outputs
         if getattr(ios, "batch", None) is None:
             start = perf_counter()

@@ -45,7 +45,7 @@ def _batched_runner(*args, **kwargs):
 
 def _checked_init(original):
     """transformers' `__init__`, which refuses drafts that it cannot make and budgets that it cannot keep. Requests of
-    its manager have more options."""
+    its manager have more options, and its start leaves the random generator of the process as it is."""
 
     @functools.wraps(original)
     def __init__(self, model, generation_config, continuous_batching_config, *args, **kwargs):
@@ -57,6 +57,9 @@ def _checked_init(original):
             transformers_request_drafts.check(model, continuous_batching_config)
         if request_options.is_ours(model):
             request_options.accept(self)
+            if self.continuous_batching_config.seed is None and not self.distributed_helper.dist_on:
+                # it would draw a seed: what was seeded before a start would draw other tokens than after it
+                self.distributed_helper.set_tp_seed = lambda seed, device: None
 
     __init__._hf_efficient = True
     return __init__

@@ -66,6 +66,12 @@ class PageGroup:
         pages = self.layers[layer][0] if self.rings is None else self.rings.stores[layer].rows["key_ring"]
         return tuple(pages.shape[2:])
 
+    def dtype(self, layer: int) -> torch.dtype | None:
+        """Of the keys and values that come; None where codes take those of any."""
+        if self.rings is not None:
+            return self.rings.stores[layer].rows["key_ring"].dtype
+        return None if self.scales.get(layer) else self.layers[layer][0].dtype
+
     def serves(self, dtype: torch.dtype, query_heads: int) -> bool:
         """Whether the kernels take queries of `dtype` over these pages."""
         return all(
@@ -154,7 +160,8 @@ class RequestPages:
         """Writes key, value [1, Hk, T, D] of the current forward and attends over the pages of `layer` with query [1,
         Hq, T, D]. The options are those of `api.flash_attn_varlen_func`. Returns [1, T, Hq, Dv].
 
-        Raises ValueError for attention that is not causal, and for keys and values that the pages do not hold.
+        Raises ValueError for attention that is not causal, and for keys and values that the pages do not hold, as those
+        of a model that was cast since.
         """
         group, number = self._of_layer[layer]
         k_pages, v_pages = group.layers[layer]
@@ -165,6 +172,11 @@ class RequestPages:
                     f"transformers' continuous batching stores {heads} heads of dim {dim}, and layer {layer} has "
                     f"{name} of {new.shape[1]} heads of dim {new.shape[3]}: use generate() for this model"
                 )
+        if group.dtype(layer) not in (None, key.dtype):
+            raise ValueError(
+                f"layer {layer} has keys of {key.dtype}, and the pages hold {group.dtype(layer)}: stop the manager before "
+                "the model is cast, and start a new one"
+            )
         if not causal:
             raise ValueError(f"layer {layer} attends to later tokens, too, which continuous batching does not have yet")
         query, key, value = (new[0].transpose(0, 1) for new in (query, key, value))
