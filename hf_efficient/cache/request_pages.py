@@ -174,8 +174,8 @@ class RequestPages:
                 )
         if group.dtype(layer) not in (None, key.dtype):
             raise ValueError(
-                f"layer {layer} has keys of {key.dtype}, and the pages hold {group.dtype(layer)}: stop the manager before "
-                "the model is cast, and start a new one"
+                f"layer {layer} has keys of {key.dtype}, and the pages hold {group.dtype(layer)}: stop the manager "
+                "before the model is cast, and start a new one"
             )
         if not causal:
             raise ValueError(f"layer {layer} attends to later tokens, too, which continuous batching does not have yet")
