@@ -23,10 +23,11 @@ KINDS = {
     "amx_bfloat16": ("amx_bf16", 4 * 2 * 16 * 16 * 32),
 }
 FLAGS = ("-O2", "-march=native", "-shared", "-fPIC")
+SECONDS, REPEATS = 0.1, 10  # of one measurement; how many
 
 
-def dot_peaks(threads: int, seconds: float = 0.1, repeats: int = 10) -> dict[str, float]:
-    """Kind -> GOP/s, a product and a sum being two operations: the best of `repeats`. Empty where there is no compiler,
+def dot_peaks(threads: int) -> dict[str, float]:
+    """Kind -> GOP/s, a product and a sum being two operations: the best of REPEATS. Empty where there is no compiler,
     and without what the CPU lacks."""
     program, found = compiler.compiler(), {}
     kinds = [kind for kind, (feature, _) in KINDS.items() if feature in tiers.cpu_features()]
@@ -46,8 +47,8 @@ def dot_peaks(threads: int, seconds: float = 0.1, repeats: int = 10) -> dict[str
                 list(pool.map(function, [rounds] * threads))
                 return time.perf_counter() - start
 
-            rounds = int(100_000 * seconds / run(100_000)) + 1
-            best = min(run(rounds) for _ in range(repeats))
+            rounds = int(100_000 * SECONDS / run(100_000)) + 1
+            best = min(run(rounds) for _ in range(REPEATS))
             found[kind] = threads * rounds * KINDS[kind][1] / best / 1e9
     return found
 

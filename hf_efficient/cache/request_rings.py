@@ -77,10 +77,6 @@ class RequestRings:
         self._rows: dict[str, int] = {}
         self._free = list(range(FIRST_ROWS))
 
-    @property
-    def rows_in_use(self) -> int:
-        return len(self._rows)
-
     def row(self, request: str) -> int:
         """The row of a request; an empty one for a request that has none yet."""
         if request not in self._rows:

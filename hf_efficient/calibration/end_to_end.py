@@ -59,12 +59,9 @@ class EndToEnd:
         tuned: full name of a linear -> its weight.
         minutes: how long; measurements at the beginning and the end are included.
         progress: where the state is kept, every two minutes and for whoever resumes it.
-        seed: of the order of the batches.
     """
 
-    def __init__(
-        self, teacher: Teacher, tuned: dict[str, TunedWeight], minutes: float, progress: Progress | None, seed: int = 0
-    ):
+    def __init__(self, teacher: Teacher, tuned: dict[str, TunedWeight], minutes: float, progress: Progress | None):
         self.teacher, self.tuned, self.seconds, self.progress = teacher, tuned, 60 * minutes, progress
         self.model, batches = teacher.followed.model, len(teacher.followed.batches)
         held = math.ceil(batches / HELD_OUT) if batches > 1 else 0
@@ -73,7 +70,7 @@ class EndToEnd:
         groups = [{**group, "lr": RATE * group["lr"]} for weight in tuned.values() for group in weight.groups()]
         self.optimizer = torch.optim.Adam([*groups, *self.vectors.groups(VECTOR_RATE)], betas=(0.9, 0.95), fused=True)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.generator, self.order = torch.Generator().manual_seed(seed), []
+        self.generator, self.order = torch.Generator().manual_seed(0), []
         self.steps, self.used = 0, 0.0
         self.before, self.reserved = math.nan, 0.0  # the first measurement; seconds that the last one will take
 

@@ -17,7 +17,7 @@ EPOCHS = 2
 RATE = 1e-2  # learning rate of Adam, in units of the root mean square of a linear's kept weights
 
 
-def refine_sparse_block(block: Block, targets: list[torch.Tensor], epochs: float = EPOCHS, seed: int = 0) -> None:
+def refine_sparse_block(block: Block, targets: list[torch.Tensor], epochs: float = EPOCHS) -> None:
     """Tunes the values in `block.tensors` of the linears with `refine=True`, whose formats store values and a mask. The
     arguments and what happens to other linears are as in `tuning.refine_linears`. Fused experts stay as they were
     pruned, and a warning says so."""
@@ -31,7 +31,7 @@ def refine_sparse_block(block: Block, targets: list[torch.Tensor], epochs: float
     if not tuned:
         return
     parameters = [{"params": [weight.values], "lr": RATE * weight.size()} for weight in tuned.values()]
-    refine_linears(block, targets, tuned, parameters, epochs, seed)
+    refine_linears(block, targets, tuned, parameters, epochs, seed=0)
 
 
 class _KeptWeights(TunedWeight):

@@ -104,7 +104,7 @@ class NotTwice(of.LogitsProcessor):
         return scores.scatter_add(1, input_ids[:, -2:-1], torch.full((len(scores), 1), -0.7))
 
 
-END, FILLER, LENGTH = 2, 0, PROMPT.shape[1]
+END, PADDING, LENGTH = 2, 0, PROMPT.shape[1]
 # options of generate(), and the processors they stand for, in its order
 PROCESSORS = {
     "of one row of scores": (
@@ -145,11 +145,11 @@ PROCESSORS = {
 
 @torch.no_grad()
 def exact_texts(model, processors) -> dict[tuple, float]:
-    """Text -> probability, of the prompt and three tokens more, or fewer and filler from `END` on."""
+    """Text -> probability, of the prompt and three tokens more, or fewer and padding from `END` on."""
     texts = {tuple(PROMPT[0].tolist()): 1.0}
     for _ in range(3):
         going = [text for text in texts if END not in text[LENGTH:]]
-        grown = {(*text, FILLER): chance for text, chance in texts.items() if END in text[LENGTH:]}
+        grown = {(*text, PADDING): chance for text, chance in texts.items() if END in text[LENGTH:]}
         ids = torch.tensor(going)
         chances = of.LogitsProcessorList(processors)(ids, model(ids).logits[:, -1]).double().softmax(-1)
         for text, row in zip(going, chances.tolist()):
@@ -169,7 +169,7 @@ def test_sampled_text_under_logits_processors(name, processors, tmp_path):
         "MTP": lambda: MultiTokenPrediction(model),
     }
     options, made = PROCESSORS[processors]
-    options = dict(options, do_sample=True, max_new_tokens=3, eos_token_id=END, pad_token_id=FILLER)
+    options = dict(options, do_sample=True, max_new_tokens=3, eos_token_id=END, pad_token_id=PADDING)
     options |= dict(assistant_model=fixed({**DRAFTERS, **more}[name]()), return_dict_in_generate=True)
     torch.manual_seed(0)
     outputs = [model.generate(PROMPT.expand(5_000, -1), **options) for _ in range(4)]

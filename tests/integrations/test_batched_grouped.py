@@ -118,7 +118,7 @@ def test_requests_give_their_rings_back():
             manager.cancel_request(name)
         assert all(answer_of(manager, name).is_finished() for name in names[5:])
         (allocator,) = manager.batch_processor.cache.cache_allocators.values()
-        assert in_use(manager) == 0 and allocator.rings.rows_in_use == 0
+        assert in_use(manager) == 0 and not allocator.rings._rows
     finally:
         manager.stop(block=True)
 

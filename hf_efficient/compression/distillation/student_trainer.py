@@ -14,6 +14,7 @@ from hf_efficient.compression.recovery.trainer import DistillationTrainer
 
 
 ROUND = 10  # steps for which the student writes text at once; divides `SAVE_EVERY`, so that resumed training writes it
+COMPARED_LAYERS = 4  # at most
 
 
 class StudentTrainer(DistillationTrainer):
@@ -116,11 +117,11 @@ class Projections(nn.Module):
         pairs: (index of the student's hidden state, of the teacher's), evenly spread; the first are the embeddings.
     """
 
-    def __init__(self, student, teacher, most: int = 4):
+    def __init__(self, student, teacher):
         super().__init__()
         layers = [model.config.get_text_config().num_hidden_layers for model in (student, teacher)]
         sizes = [model.config.get_text_config().hidden_size for model in (student, teacher)]
-        count = min(most, layers[0])
+        count = min(COMPARED_LAYERS, layers[0])
         chosen = [round(layers[0] * (i + 1) / count) for i in range(count)]
         self.pairs = [(mine, round(mine * layers[1] / layers[0])) for mine in chosen]
         is_needed = sizes[0] != sizes[1]
