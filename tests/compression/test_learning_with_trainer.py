@@ -1,6 +1,7 @@
 """Training under codes with everything that Trainer brings: several processes, checkpoints, the Hub, optimizers."""
 
 import copy
+import importlib
 import math
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 import hf_efficient
 from hf_efficient import distill, recover
+from hf_efficient.compression.distillation.student_trainer import Projections
 from hf_efficient.compression.recovery import training
 from hf_efficient.compression.recovery.coded_weights import SCALE_RATE
 from hf_efficient.compression.recovery.learned_norm import LearnedNorm
@@ -222,6 +224,22 @@ def test_muon_takes_the_matrices_and_one_schedule_serves_both(folder):
         assert set(rates) == {0.5} and schedule.last_epoch == 0
     finally:
         discard(model)
+
+
+@pytest.mark.parametrize("kind", ["projections", "adapters"])
+def test_muon_takes_the_matrices_beside_the_weights(kind):
+    teacher = tiny_model("llama")
+    model = tiny_model("llama", seed=1, hidden_size=48)
+    unpack(model)
+    if kind == "projections":
+        model.add_module("projections", Projections(model, teacher))
+    else:
+        pytest.importorskip("peft")
+        model = importlib.import_module("hf_efficient.compression.recovery.lora").with_adapters(model, 4)
+    muon, adam = make_optimizer(model, "muon", 1e-3).optimizers
+    learned = [p for p in model.parameters() if p.requires_grad]
+    assert {id(p) for group in muon.param_groups for p in group["params"]} == {id(p) for p in learned if p.dim() == 2}
+    assert all(p.dim() == 1 for group in adam.param_groups for p in group["params"])
 
 
 def test_layers_share_learning_rates_that_are_nearly_their_own(folder):

@@ -43,8 +43,8 @@ def check_optimizer(name: str) -> None:
 
 def make_optimizer(model, name: str, rate: float) -> torch.optim.Optimizer:
     """The optimizer `name` without weight decay for what `model` learns, at the learning rate `rate`. "muon" (Jordan et
-    al. 2024) takes the matrices of linear layers, with the step size of https://arxiv.org/abs/2502.16982, and leaves
-    the rest to AdamW."""
+    al. 2024) takes weights, adapters and projections, with the step size of https://arxiv.org/abs/2502.16982, and
+    leaves the rest to AdamW."""
     groups = parameter_groups(model, rate)
     if name == "adamw_8bit":
         from bitsandbytes.optim import AdamW8bit
@@ -52,11 +52,11 @@ def make_optimizer(model, name: str, rate: float) -> torch.optim.Optimizer:
         return AdamW8bit(_joined(groups), rate, betas=_BETAS, weight_decay=0.0)
     if name == "adamw":
         return torch.optim.AdamW(_joined(groups), rate, betas=_BETAS, weight_decay=0.0, fused=True)
-    layers = [getattr(module, "coded", module) for module in trained_linears(model).values()]
-    matrices = {id(layer.weight) for layer in layers if hasattr(layer, "weight")}
+    coded = [module.coded for module in trained_linears(model).values() if hasattr(module, "coded")]
+    scales = {id(p) for layer in coded for p in layer.parameters() if p is not getattr(layer, "weight", None)}
     first, rest = [], []
     for group in groups:
-        is_matrix = all(id(parameter) in matrices for parameter in group["params"])
+        is_matrix = all(parameter.dim() == 2 and id(parameter) not in scales for parameter in group["params"])
         (first if is_matrix else rest).append(group)
     made = []
     if first:
