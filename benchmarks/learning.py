@@ -30,7 +30,7 @@ from pathlib import Path
 
 import harness
 import torch
-from pruning_recovery import score, training_tokens
+from pruning_recovery import compared, score, training_tokens
 from quality import digests, texts
 from safetensors.torch import load_file, save_file
 
@@ -38,7 +38,7 @@ import hf_efficient
 from hf_efficient.compression.recovery import progress
 from hf_efficient.compression.recovery import training as recovery_training
 from hf_efficient.compression.recovery.texts import read_windows
-from hf_efficient.evaluation import environment, memory, perplexity
+from hf_efficient.evaluation import environment, memory
 
 
 # name -> how the model is made from the calibration tokens
@@ -139,17 +139,7 @@ def measure(
         model.save_pretrained(Path(budget["checkpoint_dir"]) / "model")
     result["peak_memory_bytes"] = memory.peak_memory_bytes(teacher.device)
     result["floating_point_operations"] = operations(model, teacher, done["tokens"])
-    for text, after in score(model, scored).items():
-        difference, error = perplexity.paired_difference(after, dense[text])
-        result[text] = {
-            "perplexity_before": None if before is None else perplexity.perplexity(before[text]),
-            "perplexity": perplexity.perplexity(after),
-            "perplexity_dense": perplexity.perplexity(dense[text]),
-            "nll_difference_to_dense": difference,
-            "nll_difference_standard_error": error,
-            "nll": after.tolist(),
-        }
-    return result
+    return result | compared(score(model, scored), dense, before)
 
 
 def seconds_before(folder: str | None) -> float:

@@ -76,6 +76,22 @@ def score(model, texts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: perplexity.negative_log_likelihood(model, windows) for name, windows in texts.items()}
 
 
+def compared(after: dict, dense: dict, before: dict | None) -> dict[str, dict]:
+    """Text -> its perplexities and the paired difference from `dense`, by what `score` gave of each model."""
+    result = {}
+    for text, nll in after.items():
+        difference, error = perplexity.paired_difference(nll, dense[text])
+        result[text] = {
+            "perplexity_before": None if before is None else perplexity.perplexity(before[text]),
+            "perplexity": perplexity.perplexity(nll),
+            "perplexity_dense": perplexity.perplexity(dense[text]),
+            "nll_difference_to_dense": difference,
+            "nll_difference_standard_error": error,
+            "nll": nll.tolist(),
+        }
+    return result
+
+
 def measure(name: str, teacher, dense: dict, calibration, texts: dict, training, starts: Path, budget: dict) -> dict:
     """One row: perplexities before and after, and what the training took. dense: what `teacher` scores on `texts`."""
     start, options = ROWS[name]
@@ -88,17 +104,7 @@ def measure(name: str, teacher, dense: dict, calibration, texts: dict, training,
     result["peak_memory_bytes"] = memory.peak_memory_bytes(torch.device("cpu"))
     result["masks_are_the_same"] = all(torch.equal(kept[key], mask) for key, mask in masks(model).items())
     result["share_of_zeros"] = 1 - sum(m.sum().item() for m in kept.values()) / sum(m.numel() for m in kept.values())
-    for text, after in score(model, texts).items():
-        difference, error = perplexity.paired_difference(after, dense[text])
-        result[text] = {
-            "perplexity_before": perplexity.perplexity(before[text]),
-            "perplexity": perplexity.perplexity(after),
-            "perplexity_dense": perplexity.perplexity(dense[text]),
-            "nll_difference_to_dense": difference,
-            "nll_difference_standard_error": error,
-            "nll": after.tolist(),
-        }
-    return result
+    return result | compared(score(model, texts), dense, before)
 
 
 def main() -> None:

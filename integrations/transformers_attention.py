@@ -69,20 +69,10 @@ def flash_paged_attention_forward(
     handle = getattr(key, PAGES, None)
     if handle is not None:
         api.check_inputs(query.transpose(1, 2), key_.transpose(1, 2), value.transpose(1, 2), dropout)
-        if not handle.written:
-            if seen is None:
-                _refuse_packed(kwargs.get("position_ids"), query, handle)
-            elif sliding_window is not None:
-                raise ValueError(
-                    f"attention_mask: padding stands elsewhere than at the left, and a window of {sliding_window} "
-                    "columns counts it, which the pages of a PagedCache do not hold. Pad on the left alone, or use "
-                    'attn_implementation="sdpa"'
-                )
-            elif handle.layer.evicts and bool(_trailing(attention_mask, query.shape[2]).any()):
-                raise ValueError(
-                    "attention_mask: padding stands behind the tokens, and a PagedCache(eviction=...) computes no "
-                    "logits there, from which generate() takes the next token. Pad on the left alone"
-                )
+        if not handle.written and seen is None:
+            _refuse_packed(kwargs.get("position_ids"), query, handle)
+        elif not handle.written:
+            _refuse_padding(attention_mask, sliding_window, query.shape[2], handle)
         if position_bias is not None and is_causal:
             options["distance_bias"] = _distance_bias(position_bias, handle)
         output = handle.attend(query, key_, value, attention_mask, **options)
@@ -216,6 +206,21 @@ def _same_dtype(query, key, value):
     if query.dtype == key.dtype == value.dtype:
         return query, key, value
     return query.to(value.dtype), key.to(value.dtype), value
+
+
+def _refuse_padding(attention_mask, sliding_window: int | None, queries: int, handle) -> None:
+    """Raises ValueError for padding elsewhere than at the left that the pages of a cache cannot represent."""
+    if sliding_window is not None:
+        raise ValueError(
+            f"attention_mask: padding stands elsewhere than at the left, and a window of {sliding_window} columns "
+            "counts it, which the pages of a PagedCache do not hold. Pad on the left alone, or use "
+            'attn_implementation="sdpa"'
+        )
+    if handle.layer.evicts and bool(_trailing(attention_mask, queries).any()):
+        raise ValueError(
+            "attention_mask: padding stands behind the tokens, and a PagedCache(eviction=...) computes no logits "
+            "there, from which generate() takes the next token. Pad on the left alone"
+        )
 
 
 def _refuse_packed(position_ids, query, handle) -> None:

@@ -64,14 +64,15 @@ def read_headers(files) -> tuple[dict[str, Place], dict[str, dict[str, str]]]:
         try:
             with safe_open(file, framework="pt") as opened:
                 metadata[file] = opened.metadata() or {}
-                for key in opened.keys():
-                    piece = opened.get_slice(key)
-                    place = Place(file, key, piece.get_dtype(), tuple(piece.get_shape()))
-                    if key in places:
-                        raise ValueError(f"{key} is in {places[key].file} and in {file}: a checkpoint holds it once")
-                    places[key] = place
+                pieces = {key: opened.get_slice(key) for key in opened.keys()}
+                found = [Place(file, key, x.get_dtype(), tuple(x.get_shape())) for key, x in pieces.items()]
         except SafetensorError as error:
             raise ValueError(f"{file} is not a safetensors file that can be read: {error}") from None
+        for place in found:
+            if place.key in places:
+                other = places[place.key].file
+                raise ValueError(f"{place.key} is in {other} and in {file}: a checkpoint holds it once")
+            places[place.key] = place
     return places, metadata
 
 

@@ -387,9 +387,10 @@ class Sequences:
             stops = self.criteria(self._ids(length + 1), scores).tolist()
             for row, position in pairs:
                 b, end = self.live[row], length + 1
-                if stops[b] and (self.stopped_at[b] is None or self.stopped_at[b] > end):
-                    self._stop(b, end)
-                    if self.end_one_by_one:
-                        kept[row] = position + 1
-                        for step in chain(*((x or ())[end - self.prompt_length :] for x in (self.scores, self.logits))):
-                            step[b] = 0
+                if not stops[b] or (self.stopped_at[b] is not None and self.stopped_at[b] <= end):
+                    continue
+                self._stop(b, end)
+                if self.end_one_by_one:
+                    kept[row] = position + 1
+                    for step in chain(*((x or ())[end - self.prompt_length :] for x in (self.scores, self.logits))):
+                        step[b] = 0

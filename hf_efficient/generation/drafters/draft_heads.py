@@ -200,6 +200,13 @@ def _rows_of(output, tokens: torch.Tensor, target: dict, model) -> tuple[torch.T
     return weight[tokens].detach(), None if bias is None else bias[tokens].detach()
 
 
+def unscaled_embeddings(tokens: torch.Tensor, module, own: torch.Tensor | None = None) -> torch.Tensor:
+    """Float [..., hidden_size] of `tokens` [...]: rows of `own`, or of the target's `module` without its scaling."""
+    if own is None and not isinstance(module, torch.nn.Embedding):
+        return module(tokens)
+    return torch.nn.functional.embedding(tokens, module.weight if own is None else own)
+
+
 def class_of(kind: str) -> type[DraftHeads]:
     """The class of a key of `KINDS`."""
     if kind not in KINDS:

@@ -1,11 +1,11 @@
 """DFlash drafters as z-lab, `speculators` and transformers publish them: one forward guesses a whole block."""
 
 import torch
-from torch.nn.functional import embedding, linear, pad, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, pad, scaled_dot_product_attention, silu
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from hf_efficient.generation.drafters.draft_heads import DraftHeads
+from hf_efficient.generation.drafters.draft_heads import DraftHeads, unscaled_embeddings
 from hf_efficient.generation.drafters.published_config import check_integers, layer_config
 from hf_efficient.generation.drafters.published_tensors import PublishedTensors
 from hf_efficient.generation.speculation.proposal import MAX_NODES, Proposal
@@ -106,11 +106,7 @@ class PublishedDFlash(DraftHeads):
         return super()._output_rows(output, model) if self.head is None else (self.head, None)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Embeddings of `tokens` [...], float [..., hidden_size]. Of the target's the rows, without its scaling."""
-        if self.embeddings is not None:
-            return embedding(tokens, self.embeddings)
-        module = self._bound[0]
-        return embedding(tokens, module.weight) if isinstance(module, torch.nn.Embedding) else module(tokens)
+        return unscaled_embeddings(tokens, self._bound[0], self.embeddings)
 
     def begin(self, sequences, hidden=None) -> None:
         rows, columns = hidden.shape[:2]

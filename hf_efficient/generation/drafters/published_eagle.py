@@ -1,10 +1,11 @@
 """EAGLE heads as others publish them: a Llama layer over the target's last features, or over three of its layers."""
 
 import torch
-from torch.nn.functional import embedding, silu
+from torch.nn.functional import silu
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_efficient.generation.drafters import published_eagle_config
+from hf_efficient.generation.drafters.draft_heads import unscaled_embeddings
 from hf_efficient.generation.drafters.eagle_tree import EagleLayer
 from hf_efficient.generation.drafters.published_eagle_config import EagleConfig
 from hf_efficient.generation.drafters.published_tensors import PublishedTensors
@@ -62,11 +63,7 @@ class PublishedEagle(EagleLayer):
         return super()._output_rows(output, model) if self.head is None else (self.head, None)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Embeddings of `tokens` [...], float [..., hidden_size]. Of the target's the rows, without its scaling."""
-        if self.embeddings is not None:
-            return embedding(tokens, self.embeddings)
-        module = self._bound[0]
-        return embedding(tokens, module.weight) if isinstance(module, torch.nn.Embedding) else module(tokens)
+        return unscaled_embeddings(tokens, self._bound[0], self.embeddings)
 
     def inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """EAGLE-3: embeddings, then the residual stream, [..., 2 * size]; EAGLE: [..., size]."""

@@ -2,9 +2,9 @@
 
 import numpy as np
 import torch
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import linear, silu
 
-from hf_efficient.generation.drafters.draft_heads import DraftHeads
+from hf_efficient.generation.drafters.draft_heads import DraftHeads, unscaled_embeddings
 from hf_efficient.generation.drafters.published_config import check_integers
 from hf_efficient.generation.drafters.published_tensors import PublishedTensors
 from hf_efficient.generation.speculation.proposal import Proposal
@@ -70,8 +70,7 @@ class PublishedHydra(DraftHeads):
         return linear(x, part["head"], part["head_bias"])
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        module = self._bound[0]
-        return embedding(tokens, module.weight) if isinstance(module, torch.nn.Embedding) else module(tokens)
+        return unscaled_embeddings(tokens, self._bound[0])
 
     def _output_rows(self, output, model) -> tuple:
         return None, None  # their own

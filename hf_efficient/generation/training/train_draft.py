@@ -95,29 +95,15 @@ def train_draft(
     if is_model and draft_tokens is not None:
         raise ValueError(f"draft_tokens={draft_tokens}: a draft model guesses from all tokens; leave it out")
     draft_tokens = DRAFT_TOKENS if draft_tokens is None else draft_tokens
-    for name, value, least in (
-        ("num_tokens", num_tokens, 1),
-        ("epochs", epochs, 1),
-        ("draft_tokens", draft_tokens, 1),
-        ("max_new_tokens", max_new_tokens, 3),
-        ("batch_size", batch_size, 1),
-        ("seed", seed, 0),
-    ):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name}={value!r}: expected an integer of at least {least}")
-    for name, value in (("minutes", minutes), ("learning_rate", learning_rate)):
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (is_number and 0 < value < math.inf) and (name, value) != ("minutes", None):
-            raise ValueError(f"{name}={value!r}: expected more than 0, and a number")
+    _check_integers(num_tokens=num_tokens, epochs=epochs, draft_tokens=draft_tokens, batch_size=batch_size)
+    _check_integers(3, max_new_tokens=max_new_tokens)
+    _check_integers(0, seed=seed)
+    _check_numbers(learning_rate=learning_rate, **({} if minutes is None else {"minutes": minutes}))
     if seed >= 1 << 32:
         raise ValueError(f"seed={seed}: expected less than 2**32")
     if tokenizer.pad_token_id is None:
         raise ValueError("the tokenizer has no padding token: set tokenizer.pad_token")
-    if prompts is not None and not prompts:
-        raise ValueError("prompts is empty: give at least one, or None for the default prompts")
-    is_list = isinstance(prompts, (list, tuple)) and all(isinstance(prompt, str) for prompt in prompts)
-    if prompts is not None and not is_list:
-        raise ValueError(f"prompts={prompts!r:.60}: expected a list of strings, or None for the default prompts")
+    _check_texts(prompts)
     check_ragged(model, batch_size, "model")
     decoder_layers(model)  # training reads hidden states of some
     output = Path(output)
@@ -174,3 +160,24 @@ def train_draft(
     if cache is None:
         shutil.rmtree(folder)
     return heads
+
+
+def _check_integers(least: int = 1, **arguments) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name}={value!r}: expected an integer of at least {least}")
+
+
+def _check_numbers(**arguments) -> None:
+    for name, value in arguments.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (is_number and 0 < value < math.inf):
+            raise ValueError(f"{name}={value!r}: expected more than 0, and a number")
+
+
+def _check_texts(prompts) -> None:
+    if prompts is not None and not prompts:
+        raise ValueError("prompts is empty: give at least one, or None for the default prompts")
+    is_list = isinstance(prompts, (list, tuple)) and all(isinstance(prompt, str) for prompt in prompts)
+    if prompts is not None and not is_list:
+        raise ValueError(f"prompts={prompts!r:.60}: expected a list of strings, or None for the default prompts")
