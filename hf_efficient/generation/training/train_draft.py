@@ -87,7 +87,6 @@ def train_draft(
         ValueError: before anything is computed, for arguments that are not allowed, or a cache of another run.
     """
     is_model = kind == "model"
-    config = model.config.get_text_config(decoder=True)
     if kind not in (*KINDS, "model"):
         raise ValueError(f"kind={kind!r} is not one of {[*sorted(KINDS), 'model']}")
     if not is_model and (draft is not None or layers is not None):
@@ -138,15 +137,8 @@ def train_draft(
     held_out, rows = split_rows(load_rows(files), HELD_OUT)
     if not rows:
         raise ValueError("fewer than two answers have more than one token: ask for more num_tokens, or other prompts")
-
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        heads = class_of(kind).for_model(model, min(draft_tokens, config.vocab_size))
-    heads.draft_tokens.copy_(frequent_tokens(rows, config.vocab_size, len(heads.draft_tokens)))
-    heads.bind(model)
     count = batch_rows(model, len(rows))
-    parts = [rows[start : start + count] for start in range(0, min(len(rows), FIT_ROWS), count)]
-    heads.fit((row.tokens, hidden) for part in parts for row, hidden in zip(part, hidden_of(model, part)))
+    heads = _fitted_heads(kind, model, rows, draft_tokens, count, seed)
     steps = epochs * -(-len(rows) // count)
     if minutes is not None:
         left = 60 * minutes - (time.perf_counter() - start)
@@ -159,6 +151,19 @@ def train_draft(
     heads.save_pretrained(output)
     if cache is None:
         shutil.rmtree(folder)
+    return heads
+
+
+def _fitted_heads(kind: str, model, rows: list, draft_tokens: int, count: int, seed: int):
+    """Heads for the most frequent tokens of `rows`, fitted to the first of them, `count` at once."""
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        heads = class_of(kind).for_model(model, min(draft_tokens, vocab_size))
+    heads.draft_tokens.copy_(frequent_tokens(rows, vocab_size, len(heads.draft_tokens)))
+    heads.bind(model)
+    parts = [rows[start : start + count] for start in range(0, min(len(rows), FIT_ROWS), count)]
+    heads.fit((row.tokens, hidden) for part in parts for row, hidden in zip(part, hidden_of(model, part)))
     return heads
 
 
