@@ -44,7 +44,7 @@ def read_config(model) -> PreTrainedConfig:
     cls = CONFIG_MAPPING[kind]
     _check_sizes(name, cls, content)
     try:
-        return cls.from_dict(content)
+        return cls.from_dict(_decoded(content))
     except Exception as error:
         raise ValueError(f"{name}: transformers does not take it as a {cls.__name__}: {error}") from error
 
@@ -71,6 +71,13 @@ def _read_json(model) -> dict:
     if not isinstance(content, dict):
         raise ValueError(f"{path}: holds no JSON object")
     return content
+
+
+def _decoded(value):
+    """`value` of a config.json with the numbers that transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        return float(value["__float__"]) if set(value) == {"__float__"} else {k: _decoded(v) for k, v in value.items()}
+    return [_decoded(part) for part in value] if isinstance(value, list) else value
 
 
 def _check_sizes(name: str, cls: type, content: dict) -> None:

@@ -1,7 +1,10 @@
 """What `estimate` takes, and what it refuses with which words."""
 
+import json
+
 import pytest
 import torch
+from recurrent_models import recurrent_model
 
 import hf_efficient
 from hf_efficient.evaluation.devices import Device
@@ -73,3 +76,13 @@ def test_a_compressed_checkpoint_takes_no_second_config(llama):
     llama.config.quantization_config = INT4.to_dict()
     with pytest.raises(ValueError, match="compressed already"):
         hf_efficient.estimate(llama.config, hf_efficient.W8A8Config())
+
+
+def test_numbers_that_json_lacks(tmp_path):
+    config = recurrent_model("falcon_h1").config
+    config.save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text(), "transformers' name of infinity"
+    assert hf_efficient.estimate(tmp_path) == hf_efficient.estimate(config)
+    broken = json.loads((tmp_path / "config.json").read_text()) | {"time_step_limit": [0.0, {"__float__": "many"}]}
+    with pytest.raises(ValueError, match="the config: transformers does not take it as a FalconH1Config"):
+        hf_efficient.estimate(broken)
