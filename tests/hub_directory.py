@@ -7,8 +7,13 @@ import json
 import shutil
 from pathlib import Path
 
-import httpx2
 import huggingface_hub
+
+
+try:
+    import httpx2 as httpx  # from huggingface_hub 2.0 on
+except ImportError:
+    import httpx
 
 
 class HubDirectory:
@@ -20,25 +25,25 @@ class HubDirectory:
         self.root, self.requests, self.authorizations, self.blobs = root, [], [], {}
         self.fail, self.token = lambda request: None, None
 
-    def handle(self, request: httpx2.Request) -> httpx2.Response:
+    def handle(self, request: httpx.Request) -> httpx.Response:
         path = request.url.path
         self.requests.append((request.method, path))
         self.authorizations.append(request.headers.get("authorization"))
         self.fail(request)
         if self.token is not None and request.headers.get("authorization") != f"Bearer {self.token}":
-            return httpx2.Response(401, headers={"X-Error-Code": "GatedRepo"})
+            return httpx.Response(401, headers={"X-Error-Code": "GatedRepo"})
         parts = path.strip("/").split("/")
         body = request.read()
         if path == "/api/repos/create":
             data = json.loads(body)
             repo = f"{data.get('organization') or 'me'}/{data['name']}"
             (self.root / repo).mkdir(parents=True, exist_ok=True)
-            return httpx2.Response(200, json={"url": f"https://huggingface.co/{repo}"})
+            return httpx.Response(200, json={"url": f"https://huggingface.co/{repo}"})
         if path == "/api/validate-yaml":
-            return httpx2.Response(200, json={"errors": [], "warnings": []})
+            return httpx.Response(200, json={"errors": [], "warnings": []})
         if path == "/blobs" or parts[-1].startswith("blob-"):
             self.blobs[parts[-1].removeprefix("blob-")] = body
-            return httpx2.Response(200)
+            return httpx.Response(200)
         if parts[0] == "api":
             return self._api(parts[1:], body)
         if parts[-1] == "batch":
@@ -53,11 +58,11 @@ class HubDirectory:
                 return folder, commit
         return self.root / repo, "0" * 40
 
-    def _api(self, parts: list[str], body: bytes) -> httpx2.Response:
+    def _api(self, parts: list[str], body: bytes) -> httpx.Response:
         repo = "/".join(parts[1:3])
         folder, commit = self._revision(repo, parts[4] if len(parts) > 4 else "main")
         if not folder.is_dir():
-            return httpx2.Response(404, headers={"X-Error-Code": "RepoNotFound"})
+            return httpx.Response(404, headers={"X-Error-Code": "RepoNotFound"})
         if parts[3:4] == ["preupload"]:
             modes = [
                 {
@@ -67,25 +72,25 @@ class HubDirectory:
                 }
                 for f in json.loads(body)["files"]
             ]
-            return httpx2.Response(200, json={"files": modes})
+            return httpx.Response(200, json={"files": modes})
         if parts[3:4] == ["commit"]:
             return self._commit(folder, [json.loads(line) for line in body.splitlines()])
         names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
         if parts[3:4] == ["tree"]:
-            return httpx2.Response(
+            return httpx.Response(
                 200, json=[{"type": "file", "path": n, "size": (folder / n).stat().st_size, "oid": "0"} for n in names]
             )
         siblings = [{"rfilename": name} for name in names]
-        return httpx2.Response(200, json={"id": repo, "sha": commit, "siblings": siblings, "tags": []})
+        return httpx.Response(200, json={"id": repo, "sha": commit, "siblings": siblings, "tags": []})
 
-    def _lfs(self, asked: dict) -> httpx2.Response:
+    def _lfs(self, asked: dict) -> httpx.Response:
         def upload(entry):
             href = f"https://huggingface.co/blob-{entry['oid']}"
             return {**entry, "actions": {"upload": {"href": href}}}
 
-        return httpx2.Response(200, json={"transfer": "basic", "objects": [upload(e) for e in asked["objects"]]})
+        return httpx.Response(200, json={"transfer": "basic", "objects": [upload(e) for e in asked["objects"]]})
 
-    def _commit(self, folder: Path, lines: list[dict]) -> httpx2.Response:
+    def _commit(self, folder: Path, lines: list[dict]) -> httpx.Response:
         for line in lines:
             kind, value = line["key"], line["value"]
             if kind == "deletedFile":
@@ -95,18 +100,18 @@ class HubDirectory:
                 (folder / value["path"]).parent.mkdir(parents=True, exist_ok=True)
                 (folder / value["path"]).write_bytes(content)
         url = f"https://huggingface.co/{folder.relative_to(self.root).as_posix()}/commit/" + "0" * 40
-        return httpx2.Response(200, json={"success": True, "commitUrl": url, "commitOid": "0" * 40})
+        return httpx.Response(200, json={"success": True, "commitUrl": url, "commitOid": "0" * 40})
 
-    def _file(self, repo: str, revision: str, name: str, method: str) -> httpx2.Response:
+    def _file(self, repo: str, revision: str, name: str, method: str) -> httpx.Response:
         folder, commit = self._revision(repo, revision)
         path = folder / name
         if not path.is_file():
             code = "EntryNotFound" if folder.is_dir() else "RepoNotFound"
-            return httpx2.Response(404, headers={"X-Error-Code": code, "X-Repo-Commit": commit})
+            return httpx.Response(404, headers={"X-Error-Code": code, "X-Repo-Commit": commit})
         content = path.read_bytes()
         etag = hashlib.sha256(content).hexdigest()
         headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit, "Content-Length": str(len(content))}
-        return httpx2.Response(200, headers=headers, content=b"" if method == "HEAD" else content)
+        return httpx.Response(200, headers=headers, content=b"" if method == "HEAD" else content)
 
 
 @contextlib.contextmanager
@@ -119,7 +124,7 @@ def serving(root: Path, monkeypatch):
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     huggingface_hub.set_client_factory(
-        lambda: httpx2.Client(transport=httpx2.MockTransport(hub.handle), follow_redirects=True)
+        lambda: httpx.Client(transport=httpx.MockTransport(hub.handle), follow_redirects=True)
     )
     try:
         yield hub
