@@ -138,7 +138,7 @@ def test_what_is_interrupted_leaves_nothing(error, command_folder, tmp_path, mon
             main(words)
     else:
         assert main(words) == 130
-        assert "interrupted; the output is as it was" in capsys.readouterr().err
+        assert "interrupted; no output is half written" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -113,7 +113,7 @@ def test_ctrl_c_in_the_middle_leaves_nothing(folder):
     words += ["--group-size", "32", "--num-samples", "60", "--sequence-length", "60"]
     shown, status = on_a_terminal(*words, interrupt_at="0/2 blocks")
     assert status == 130
-    assert "hf-efficient: interrupted; the output is as it was" in shown and "Traceback" not in shown
+    assert "hf-efficient: interrupted; no output is half written" in shown and "Traceback" not in shown
     assert sorted(os.listdir(folder)) == ["text.txt", "tiny"]
 
 
