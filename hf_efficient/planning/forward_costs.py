@@ -104,7 +104,7 @@ class _Forwards:
             kv_cache_bytes=pages.most_bytes(prompt, new) + states,
             kv_token_bytes=pages.token_bytes,
             activation_bytes=prefill.activation_bytes - states,
-            prefill=self._work(prefill, prompt, 0, pages.read_bytes(prompt) + states),
+            prefill=self._work(prefill, prompt, 0, pages.written_bytes(prompt) + states),
             decode=self._work(step, 1, behind, pages.read_bytes(mean) + states),
         )
 

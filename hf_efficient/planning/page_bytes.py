@@ -31,6 +31,11 @@ class PageBytes:
     def token_bytes(self) -> float:
         return sum(block for _, block, _ in self.layers) / self.cache.block_size
 
+    def written_bytes(self, length: int) -> float:
+        """Bytes that prompts of `length` tokens write, those behind windows too; rings count whole."""
+        rings = sum(rings for _, _, rings in self.layers)
+        return (self.batch * length * self.token_bytes + rings) * self.scale
+
     def read_bytes(self, length: float) -> float:
         """Bytes that a new token's attention reads over all sequences of `length` tokens; rings count whole."""
         total = 0.0

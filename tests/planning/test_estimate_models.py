@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from encoder_decoder_models import random_weights
+from helpers import tiny_config
 from recurrent_models import MODELS, recurrent_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.cache_utils import CacheLayerMixin
@@ -68,3 +69,10 @@ def test_flops_and_cache_are_those_of_the_model(name):
     states = [state for layer in cache.recurrent_layers for state in layer._states() if state is not None]
     assert found.kv_cache_bytes == cache.stats().bytes_allocated + sum(state.nbytes for state in states)
     assert 0 < found.activation_bytes and found.total_bytes > found.weight_bytes + found.kv_cache_bytes
+
+
+def test_prompts_write_what_lies_behind_a_window():
+    config = tiny_config("mistral", dtype="float32")
+    found = hf_efficient.estimate(config, batch_size=BATCH, prompt_tokens=PROMPT, new_tokens=2)
+    weights = found.prefill.bytes_moved - BATCH * PROMPT * found.kv_token_bytes
+    assert weights == found.decode.bytes_moved - BATCH * config.sliding_window * found.kv_token_bytes
