@@ -132,6 +132,7 @@ class _Run:
         return max(index for index, names in enumerate(chain.linears) if names) + 1
 
     def _run_chain(self, number: int, chain: Chain) -> None:
+        """Compresses the blocks of a chain one after another, from where an interrupted run stopped."""
         done = self.progress.done(number) if self.progress else 0
         for index in range(done):
             self._restore(number, chain, index)

@@ -93,6 +93,7 @@ def _pause(request: GenerationRequest, is_capturable: bool):
 
 
 def _run_over_pool(request: GenerationRequest, version: model_state.ModelVersion | None):
+    """Runs over a cache that the model's replay pool keeps, with the forwards captured over it."""
     model = request.model
     with torch.inference_mode(False), torch.no_grad():  # inference mode hides the operators of a forward from captures
         version = version or model_state.current(model)

@@ -143,6 +143,7 @@ class SpeculativeLoop:
             self.draft_length.prompt_seconds = self._spend("draft")
 
     def _propose(self) -> Proposal | None:
+        """The drafts of a step; None where the drafter rests, finds none or they would not pay."""
         sequences, drafter, policy, nodes = self.sequences, self.drafter, self.draft_length, MAX_NODES
         if drafter is None:
             return None

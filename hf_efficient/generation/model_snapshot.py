@@ -170,6 +170,7 @@ class ModelSnapshot:
         return [list(map(read, self._tensors)) for read in _OF_TENSORS]
 
     def _visit(self, value) -> None:
+        """Notes whatever a forward can reach from `value`. What cannot be followed leaves `complete` False."""
         if isinstance(value, _ATOMS) or isinstance(value, _UNUSED_BY_FORWARDS) or id(value) in self._seen:
             return
         if value is self._model() or len(self._seen) > _MAX_OBJECTS:
@@ -265,6 +266,7 @@ class ModelSnapshot:
                     self._visit(member)
 
     def _visit_function(self, function: types.FunctionType) -> None:
+        """Notes the cells of `function`, and the global names that it reads unless it is another library's."""
         for cell in function.__closure__ or ():
             try:
                 content = cell.cell_contents

@@ -54,6 +54,8 @@ class ModelDrafts(RequestDrafts):
         return self._draft(requests, limits, tokens)
 
     def _draft(self, requests: list[Growing], limits: list[int], tokens: int) -> list[list[int]]:
+        """Up to limits[i] tokens for each request, one a forward of the draft model. The last requests get none where
+        `tokens` and all drafts would exceed `policy.most`."""
         drafts: list[list[int]] = [[] for _ in requests]
         rows = [row for row, limit in enumerate(limits) if limit > 0]
         excess = tokens + sum(limits) - self.policy.most

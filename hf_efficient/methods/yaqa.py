@@ -57,6 +57,7 @@ def _of_elements(part: torch.Tensor, weight: torch.Tensor, format: AffineFormat)
 
 
 def _along_trellis(weight, format: TrellisFormat, hessian, output_hessian, damping: float) -> dict[str, torch.Tensor]:
+    """The codes along a trellis, and scales fitted to them where that lowers the loss."""
     starts = format.sequences(len(weight))
     lengths = [end - first for first, end in zip(starts, starts[1:])]
     feedback = TwoSidedFeedback(hessian, output_hessian, damping, lengths)

@@ -126,6 +126,7 @@ class Tracer:
         module.forward = types.MethodType(forward, module)
 
     def _replace_experts(self, module: nn.Module) -> None:
+        """Gives fused experts a forward that notes their products with weights on the meta device, shared by all."""
         compressed = isinstance(module, CompressedModule)
         if compressed:
             sizes = [(w.experts, w.out_features, w.in_features) for w in module.compressed_weights()]

@@ -98,6 +98,7 @@ class PromptCompressor:
                 for each, asked in zip(prompt, questions)]  # fmt: skip
 
     def _compress(self, prompt, keep, tokens, question, keep_words, reorder) -> CompressedPrompt:
+        """As `compress`, for one prompt."""
         read = prompts.read(prompt, question, self.tokenizer)
         cuts = [place for part in read.parts for place in (part.start, part.end)]
         ids, words = tokenize(self.tokenizer, read.text, cuts)

@@ -188,6 +188,7 @@ class EvictingStore(PageStore):
             del self._pending[:-window]
 
     def _view(self, inner_plan: ForwardPlan, budgets: list[int], options: dict) -> View:
+        """What the scorer reads: the stored tokens of each head, and the queries that were observed."""
         batch, window = len(self.seen), self.policy.scorer.window
         keys, values = (
             states.reshape(batch, self.heads, -1, states.shape[3]) for states in self.store.read(inner_plan)

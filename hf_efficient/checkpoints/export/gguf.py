@@ -215,6 +215,7 @@ def _rope_factors(config) -> torch.Tensor | None:
 
 
 def _add_metadata(writer: "gguf.GGUFWriter", source: Source, tensors: list[_Tensor]) -> None:
+    """Writes the keys that llama.cpp needs of the architecture, and the file type that most bytes of matrices have."""
     config, rope = source.config, _rope(source.config)
     matrices = Counter()
     for tensor in tensors:

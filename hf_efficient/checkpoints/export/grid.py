@@ -35,6 +35,7 @@ def check_layers(source: Source, target: str, why_not: Callable[[Layer], str | N
 
 
 def _no_target(layer: Layer) -> str | None:
+    """Why no format of codes on a grid can hold the layer; None where one may."""
     format = layer.weight.format
     if layer.weight.experts is not None:
         return "the fused weights of experts"

@@ -106,6 +106,7 @@ def _of_model(model: PreTrainedModel, tokenizer) -> Source:
 
 
 def _of_folder(folder: Path, tokenizer, files: contextlib.ExitStack) -> Source:
+    """The source that reads a saved folder layer by layer. `files` closes what it opens."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: the folder holds no config.json")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)

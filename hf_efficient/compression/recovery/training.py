@@ -96,6 +96,7 @@ def train(
 
 
 def _arguments(model, folder, length: int, options: RecoveryOptions) -> TrainingArguments:
+    """transformers' arguments: `batch_size` in parts that fit into memory, on all processes."""
     on_cpu, processes = model.device.type == "cpu", int(os.environ.get("WORLD_SIZE", 1))
     own = options.batch_size // processes
     micro = micro_batch(model, own, length, options.memory_gb, options.gradient_checkpointing)

@@ -276,6 +276,7 @@ def _layers(config: dict, name: str) -> list[tuple[bool, int | None]]:
 
 
 def _weights(config: Qwen3Config, fused: int, count: int, tensors: PublishedTensors) -> dict[str, torch.Tensor | None]:
+    """Name -> tensor: those of layers are stacked. fused: layers of the target that `fc` reads; count: draft tokens."""
     size, head_dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
     queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     of_layer = {

@@ -111,6 +111,7 @@ class TranslatedDrafter(AssistantDrafter):
         return self.runner(tokens[:, None].to(self.model.device), [len(row) + step for row in self.rows], keep=1)[:, 0]
 
     def _tokens(self, logits: torch.Tensor, limits: list[int], width: int) -> Proposal | None:
+        """Drafts among the tokens that both vocabularies have."""
         sequences, device = self.sequences, self.sequences.device
         target_ids, draft_ids = self.target_ids.to(device), self.draft_ids.to(device)
         known = torch.full((self.vocabulary,), -1, device=device).scatter_(0, target_ids, draft_ids)

@@ -101,6 +101,7 @@ class CapturedStep:
         return logits[: len(index)], best[: len(index)]
 
     def _forward(self, width: int, rows: int, head: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Replays the forward of this kind, captures it once it has run often enough, or runs it eagerly."""
         if not self.is_capturable or is_being_watched():
             return self._compute(width, rows, False)
         kind = width, rows

@@ -144,6 +144,7 @@ class DraftLengthPolicy:
         return self.chosen_depth
 
     def _choose(self, limits: list[int]) -> int:
+        """The depth that saves most time by the statistics so far; 0 where the drafter rests."""
         rows, deepest, statistics = len(limits), min(self.depth, max(limits)), self.statistics
         self.tokens_left = max(limits) + 1
         self.predicted, self.is_trial, self._was_woken = 0.0, False, False

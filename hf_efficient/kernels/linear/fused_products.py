@@ -180,6 +180,7 @@ def rounded_once(operators: Operators) -> None:
 
 
 def _round_once(operators: Operators, group: list[Operator]) -> None:
+    """Rounds the input of a group of products in one operator: the norm or SiLU that makes it, or one of its own."""
     named = group[0].arguments
     x, how = named["x"], (named["format"], named["scale"], named["zero_point"])
     func, args, replaced = _OPS.quantize_activation.default, (x, *how), []

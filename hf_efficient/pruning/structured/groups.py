@@ -128,6 +128,8 @@ def _probe(linears: dict[str, nn.Module], run: Callable[[], object], seed: int) 
 
 
 def _groups(reader: str, patterns: dict[str, torch.Tensor]) -> Groups | None:
+    """The groups of channels that `reader` reads; None where all depend on each other. Raises ValueError for groups of
+    different sizes."""
     everything = torch.cat(list(patterns.values()), dim=1)
     labels = _components(everything)
     number = int(labels.max()) + 1
