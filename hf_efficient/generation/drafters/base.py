@@ -13,7 +13,7 @@ class Drafter(ABC):
     speed of a generation and never its output. One object serves many calls, one after the other.
 
     The loop calls `begin` once, before the first proposal. Drafters that read hidden states begin after the target's
-    first forward. Then each step calls `propose` and `observe` (unless drafting pauses), then `accept`, and `select` if
+    first forward. Then each step calls `propose` and `observe` (unless the drafter rests), then `accept`, and `select` if
     sequences have left the batch. In a call in which drafting never pays nothing is called; of a drafter with
     `watches`, only `begin`, `accept`, `select` and `stirs` are. All arguments have one entry per live sequence, in
     their order.
@@ -27,7 +27,7 @@ class Drafter(ABC):
         reads_hidden: `begin` and `accept` are given the target's hidden states: the input of its output head,
             concatenated with the outputs of the decoder layers `reads_layers` (indices from 0).
         reads_logits: `observe` is called.
-        watches: `stirs` is called while drafting pauses. `begin` and `accept` must then be cheap.
+        watches: `stirs` is called while it rests. `begin` and `accept` must then be cheap.
     """
 
     max_tokens: int
