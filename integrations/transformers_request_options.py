@@ -248,10 +248,17 @@ def check(name: str, value) -> None:
 
 
 def ends(state, token: int) -> bool:
-    """Whether `token`, the next one of the request, completes a stop string of it."""
+    """Whether `token`, the next one of the request, completes a stop string of it. Where its tokenizer raises, the
+    request ends, too, with its `error`."""
     stops = state.logit_processor_kwargs.get(STOPS)
-    if stops is None:
-        return False
+    try:
+        return stops is not None and _completes(state, stops, token)
+    except Exception as error:  # would end the loop, and every request with it
+        state.error = f"stop_strings: the tokenizer raised {error!r}"
+        return True
+
+
+def _completes(state, stops: StopStrings, token: int) -> bool:
     tokens, initial = state.generated_tokens[-stops.tokens :], state.initial_tokens
     if (missing := stops.tokens - len(tokens)) > 0:  # what a request that began anew had generated is initial, too
         first = (state._true_initial_tokens or len(initial)) if stops.of_answer else 0
@@ -302,7 +309,10 @@ def _stopping(original):
     def update_and_check_completion(self, token_id, logprob):
         is_last = self.status == RequestStatus.DECODING and ends(self, token_id)
         is_finished = original(self, token_id, logprob)
-        if is_last and not is_finished:
+        if self.error is not None:
+            self.status = RequestStatus.FAILED
+            self.streaming = True  # others are not answered unless they are finished
+        elif is_last and not is_finished:
             self.status = RequestStatus.FINISHED
         return is_last or is_finished
 

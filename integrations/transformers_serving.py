@@ -124,9 +124,15 @@ def _streamed_as_asked(original):
     def generate_streaming(self, model, processor, inputs, gen_config, request_id, *args, **kwargs):
         if self._cb is None or not request_options.is_ours(self._cb.model):
             return original(self, model, processor, inputs, gen_config, request_id, *args, **kwargs)
-        name = _unique(request_id)
+        name, handlers = _unique(request_id), self._cb.output_router.result_handlers
         with _Refusals(), request_options.giving(_asked(self._cb.model, gen_config, processor)):
-            queue, streamer = original(self, model, processor, inputs, gen_config, name, *args, **kwargs)
+            # an answer may come before its handler, which transformers registers last: the loop calls this later
+            handlers[name] = (lambda output: handlers[name][0](output)), asyncio.get_running_loop()
+            try:
+                queue, streamer = original(self, model, processor, inputs, gen_config, name, *args, **kwargs)
+            except BaseException:
+                del handlers[name]
+                raise
         streamer.generation_config, streamer.prompt_tokens = gen_config, len(inputs["input_ids"])
         streamer.tokenizer = _tokenizer_of(processor)
         return queue, streamer
@@ -146,7 +152,7 @@ def _answered_as_asked(original):
             with request_options.giving(options):
                 text, prompt_tokens, tokens = await _unless_gone(original(*arguments, name), self._cb, name)
         _ANSWERED.set(True)
-        _end_by_room(self._cb, gen_config, prompt_tokens)
+        _tell_end(self._cb, gen_config, prompt_tokens, tokens)
         if STOPS in options:
             is_parsed = utils.get_response_template(processor, model) is not None  # with its special tokens
             tokens, begun = cut(tokens, options[STOPS], _tokenizer_of(processor), is_parsed)
@@ -236,9 +242,13 @@ class _CutStreamer(utils.CBStreamer):
         if self._stops is not None:
             self._decode_stream = _CutText(self._decode_stream, self._stops)
 
+    def put(self, output) -> None:
+        self._last = output.generated_tokens[-1:]
+        super().put(output)
+
     def end(self) -> None:
         """As transformers', after the text that was held back. What was cut off does not count as usage."""
-        _end_by_room(self._cb, self.generation_config, self.prompt_tokens)
+        _tell_end(self._cb, self.generation_config, self.prompt_tokens, self._last)
         if self._stops is not None:
             if text := self._decode_stream.rest():
                 parts = [text]
@@ -261,8 +271,11 @@ def _end_by_stop(config) -> None:
     config.max_new_tokens = None
 
 
-def _end_by_room(manager, config, prompt_tokens: int) -> None:
-    """They say so, too, where as many came as pages or positions have room for."""
+def _tell_end(manager, config, prompt_tokens: int, tokens: list[int]) -> None:
+    """They say so, too, where as many came as pages or positions have room for, unless the last of them is an end."""
+    end = manager.generation_config.eos_token_id if config.eos_token_id is None else config.eos_token_id
+    if tokens and tokens[-1] in ([end] if isinstance(end, int) else end):
+        return _end_by_stop(config)
     fits = request_checks.room(getattr(manager.batch_processor, "cache", None), prompt_tokens)
     if fits is not None:
         config.max_new_tokens = fits if config.max_new_tokens is None else min(config.max_new_tokens, fits)
