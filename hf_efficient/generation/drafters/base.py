@@ -13,8 +13,8 @@ class Drafter(ABC):
     speed of a generation and never its output. One object serves many calls, one after the other.
 
     The loop calls `begin` once, before the first proposal. Drafters that read hidden states begin after the target's
-    first forward. Then each step calls `propose` and `observe` (unless the drafter rests), then `accept`, and `select` if
-    sequences have left the batch. In a call in which drafting never pays nothing is called; of a drafter with
+    first forward. Then each step calls `propose` and `observe` (unless the drafter rests), then `accept`, and `select`
+    if sequences have left the batch. In a call in which drafting never pays nothing is called; of a drafter with
     `watches`, only `begin`, `accept`, `select` and `stirs` are. All arguments have one entry per live sequence, in
     their order.
 
