@@ -74,8 +74,8 @@ def test_relations_across_widths_are_their_definition():
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 2, 5, 6), (2, 1, 5, 6), (2, 1, 5, 6)], [(2, 4, 5, 6), (2, 2, 5, 6), (2, 2, 5, 6)]
     mine, others = ([torch.randn(shape, generator=generator) for shape in each] for each in shapes)
-    present = torch.ones(2, 5, dtype=torch.bool)
-    present[1, 3:] = False
+    counted = torch.ones(2, 5, dtype=torch.bool)
+    counted[0, :2], counted[1, 3:] = False, False  # a prompt, to which answers relate as well, and padding
 
     def relations(x, heads, b, head, t):
         rows = x[b].transpose(0, 1).flatten(1).double().chunk(heads, 1)[head]
@@ -87,12 +87,12 @@ def test_relations_across_widths_are_their_definition():
             torch.nn.functional.kl_div(
                 relations(x, heads, b, head, t), relations(y, heads, b, head, t), log_target=True, reduction="sum"
             )
-            for b, t in present.nonzero().tolist()
+            for b, t in counted.nonzero().tolist()
             for head in range(heads)
         ]
         expected.append(torch.stack(found).mean())
-    assert torch.allclose(relation_loss(mine, others, present).double(), torch.stack(expected).mean(), rtol=1e-5)
-    assert relation_loss(mine, mine, present) == 0
+    assert torch.allclose(relation_loss(mine, others, counted).double(), torch.stack(expected).mean(), rtol=1e-5)
+    assert relation_loss(mine, mine, counted) == 0
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 import hf_efficient
 from hf_efficient import distill, recover, train_draft
-from hf_efficient.compression.distillation import draft_model, student_trainer, written
+from hf_efficient.compression.distillation import draft_model, learn, student_trainer, written
 from hf_efficient.compression.distillation.draft_model import expected_acceptance
 from hf_efficient.compression.distillation.student_trainer import StudentTrainer
 from hf_efficient.compression.distillation.written import answers, continuations, pad
 from hf_efficient.compression.recovery import training
+from hf_efficient.compression.recovery.options import RecoveryOptions
 
 
 TOKENS = torch.randint(3, 128, (8, 24), generator=torch.Generator().manual_seed(0))
@@ -60,6 +61,28 @@ def test_the_student_learns_answers_only(teacher, tmp_path, monkeypatch):
         learning_rate=1e-9,
     )
     assert result["loss"] < 1e-6  # it is the teacher
+
+
+@pytest.mark.parametrize("options", [{}, {"hidden_states": 1.0, "relations": 1.0}, {"on_policy": 0.5}], ids=str)
+def test_micro_batches_of_unequal_answers_learn_what_one_batch_does(options, monkeypatch):
+    """Whatever is left of an epoch: 6 of 7 answers."""
+    generator, found = torch.Generator().manual_seed(0), []
+    lengths = [(3, 9), (5, 21), (2, 4), (7, 12), (4, 30), (6, 17), (2, 25)]
+    rows = [
+        {
+            "input_ids": torch.randint(3, 128, (length,), generator=generator),
+            "answer": (torch.arange(length) >= prompt).long(),
+        }
+        for prompt, length in lengths
+    ]
+    for micro in (3, 1):
+        monkeypatch.setattr(training, "micro_batch", lambda *args, micro=micro: micro)
+        student = tiny_model("llama", seed=1, hidden_size=48, eos_token_id=None)
+        given = RecoveryOptions(steps=5, batch_size=3, learning_rate=1e-3)
+        result = learn(student, tiny_model("llama"), rows, [], given, **options)
+        found.append((result["loss"], student.model.layers[0].mlp.up_proj.weight))
+    assert abs(found[0][0] - found[1][0]) < 1e-5 * found[0][0]
+    assert torch.allclose(found[0][1], found[1][1], atol=1e-5)
 
 
 def test_continuations_are_the_models_own_and_end_where_they_end(teacher):

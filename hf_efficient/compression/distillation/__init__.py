@@ -75,8 +75,7 @@ def distill(
             optimizer, memory_gb, gradient_checkpointing, warm_up, callbacks, kv_format, plot.
 
     Returns:
-        the student, and what `recover` returns. With padded answers the loss is the mean over the tokens of each
-        micro-batch.
+        the student, and what `recover` returns.
 
     Raises:
         ValueError: before training, for arguments that are not allowed; what `recover` raises.

@@ -41,19 +41,19 @@ class StudentTrainer(DistillationTrainer):
         return not self.hidden_states and not self.relations
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """The micro-batches of one step, and how many items count in them (None: the loss is a mean)."""
         if not self.on_policy:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         if not self._ahead:
             first = self.state.global_step
             for _ in range(ROUND - first % ROUND):
-                found = super().get_batch_samples(epoch_iterator, num_batches, device)
-                if found[0] or not self._ahead:
+                found, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+                if found or not self._ahead:
                     self._ahead.append(found)
-                if len(found[0]) < num_batches:  # the end of the text
+                if len(found) < num_batches:  # the end of the text
                     break
-            self._write([batches for step, (batches, _) in enumerate(self._ahead, first) if self._is_own(step)])
-        return self._ahead.pop(0)
+            self._write([batches for step, batches in enumerate(self._ahead, first) if self._is_own(step)])
+        batches = self._ahead.pop(0)
+        return batches, self.mean_count(batches, device)
 
     def counted(self, inputs):
         if "answer" not in inputs:

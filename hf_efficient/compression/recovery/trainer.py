@@ -4,6 +4,7 @@ import functools
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, RandomSampler
 from transformers import Trainer, TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
@@ -16,7 +17,8 @@ _LEAST_SPARSITY = 0.01  # share of zeros from which on a layer counts as pruned
 
 class DistillationTrainer(Trainer):
     """`Trainer` whose loss is `distillation_loss` against `teacher`, a causal LM of the same vocabulary, on batches
-    with `input_ids` and, where rows are padded, `attention_mask`. All other arguments are those of `Trainer`.
+    with `input_ids` and, where rows are padded, `attention_mask`. All other arguments are those of `Trainer`. A step is
+    that of one batch, whatever micro-batches and processes it is split into.
 
     Args:
         pages: the `QuantizedPages` in which the student's keys and values lie, which the teacher's do not.
@@ -40,6 +42,28 @@ class DistillationTrainer(Trainer):
         is_plain = self.replays and is_whole and self.is_static and not self.pages.is_active
         can_replay = is_plain and is_graphable(self.model, self.teacher)
         return GraphedStep(self.model, self._loss_of_windows) if can_replay else None
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Micro-batches of whole batches, in random order. What is left of an epoch is dropped."""
+        batch = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        sampler = RandomSampler(self.train_dataset, num_samples=len(self.train_dataset) // batch * batch)
+        loader = DataLoader(
+            self.train_dataset, self.args.per_device_train_batch_size, sampler=sampler, drop_last=True,
+            collate_fn=self.data_collator, pin_memory=self.args.dataloader_pin_memory,
+        )  # fmt: skip
+        return self.accelerator.prepare(loader)
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """The micro-batches of one step, and how many tokens count in one of them on average (None: in each alike)."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return batches, self.mean_count(batches, device)
+
+    def mean_count(self, batches: list[dict], device) -> torch.Tensor | None:
+        """The tokens that count in a micro-batch, the mean over those of a step in all processes."""
+        if not batches or len(batches[0]) == 1:
+            return None
+        count = sum(self.counted(batch).sum() for batch in batches).to(device)
+        return self.accelerator.gather(count).double().sum() / (len(batches) * self.args.world_size)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if self.graphed is not None and set(inputs) == {"input_ids"}:
@@ -67,6 +91,8 @@ class DistillationTrainer(Trainer):
             expected, said, labels = expected[counted], said[counted], labels[counted]
         loss = distillation_loss(said, expected, labels, self.divergence, self.text_share)
         loss = loss + self.further_loss(outputs, target, counted)
+        if num_items_in_batch is not None:
+            loss = loss * (counted.sum() / num_items_in_batch).to(loss.dtype)
         return (loss, outputs) if return_outputs else loss
 
     def counted(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
