@@ -19,6 +19,7 @@ FP4 = (*_FP4_MAGNITUDES, *(-value for value in _FP4_MAGNITUDES))
 
 
 def check_codebook(packed, codebook, scale, bits, group_size, in_features) -> None:
+    """Raises TypeError or ValueError unless these are a weight of `codebook_linear`, on one device."""
     check_layout(bits, group_size, (2, 3, 4))
     _check_scales(packed, scale, None, bits, group_size, in_features)
     shapes = ((2**bits,), (packed.shape[0], 2**bits))

@@ -20,6 +20,7 @@ from .launch_configs import CHUNK
 
 @triton.constexpr_function
 def columns_of_chunk():
+    """Columns that a warp takes at once."""
     return CHUNK
 
 

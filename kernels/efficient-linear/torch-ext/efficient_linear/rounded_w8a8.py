@@ -33,6 +33,8 @@ def load_numbers(x_ptr, up_ptr, at, K, CHECK: tl.constexpr):
 
 @triton.jit
 def scale_and_store(out_ptr, w_scale_ptr, bias_ptr, result, scale, row_ids, rows, N, stride_ws, BLOCK_M: tl.constexpr):
+    """Stores the first token of result [BLOCK_N, BLOCK_M] times `scale` and the scales of the weight's rows, plus their
+    bias. rows: `row_ids`, of which those behind the last row became it, so that they can be read."""
     total = result.to(tl.float32) * scale
     total *= tl.load(w_scale_ptr + rows * stride_ws).to(tl.float32)[:, None]
     if bias_ptr is not None:
