@@ -80,6 +80,13 @@ OF_CONTINUOUS_BATCHING: tuple[Inside, ...] = (
     ),
     Inside(f"transformers.{_CB}.continuous_api:ContinuousBatchingManager.start", _MANAGER, parameters=("self",)),
     Inside(
+        f"transformers.{_CB}.distributed:DistributedHelper.set_tp_seed",
+        _MANAGER,
+        parameters=("self", "seed", "model_device"),
+        since="5.19",
+    ),
+    Inside(f"transformers.{_CB}.distributed:DistributedHelper.__init__", _MANAGER, reads="dist_on", since="5.19"),
+    Inside(
         f"transformers.{_CB}.continuous_api:ContinuousBatchingManager.switch_to_cb_friendly_attn",
         _MANAGER,
         parameters=("self", "model", "auto_switch_to_flash"),
@@ -126,8 +133,8 @@ OF_CONTINUOUS_BATCHING: tuple[Inside, ...] = (
     *(
         Inside(f"transformers.{_SERVER}:CBStreamer.{method}", _SERVING, reads=name)
         for name, method in {
-            "_decode_stream": "put",
-            "_parser": "put",
+            "_decode_stream": "__init__",
+            "_parser": "end",
             "_queue": "end",
             "_request_id": "cancel",
         }.items()

@@ -45,7 +45,7 @@ class Rotary:
 
     def _refusal(self, reason: str) -> ValueError:
         return ValueError(
-            f"eviction of a model of {self._name}: {reason}. Use a scorer that does not move keys, such as SnapKV()."
+            f"eviction of a model of {self._name}: {reason}. Use a scorer that does not move keys, such as KeyNorm()."
         )
 
     def _check(self) -> None:
