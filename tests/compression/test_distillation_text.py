@@ -65,7 +65,7 @@ def test_the_student_learns_answers_only(teacher, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"hidden_states": 1.0, "relations": 1.0}, {"on_policy": 0.5}], ids=str)
 def test_micro_batches_of_unequal_answers_learn_what_one_batch_does(options, monkeypatch):
-    """Whatever is left of an epoch: 6 of 7 answers."""
+    """Of 7 answers an epoch has 6."""
     generator, found = torch.Generator().manual_seed(0), []
     lengths = [(3, 9), (5, 21), (2, 4), (7, 12), (4, 30), (6, 17), (2, 25)]
     rows = [
@@ -83,6 +83,14 @@ def test_micro_batches_of_unequal_answers_learn_what_one_batch_does(options, mon
         found.append((result["loss"], student.model.layers[0].mlp.up_proj.weight))
     assert abs(found[0][0] - found[1][0]) < 1e-5 * found[0][0]
     assert torch.allclose(found[0][1], found[1][1], atol=1e-5)
+
+
+def test_memory_is_planned_for_the_longest_of_all_answers(monkeypatch):
+    rows = [{"input_ids": torch.arange(length) + 3, "answer": torch.ones(length)} for length in [4] * 65 + [30]]
+    asked = []
+    monkeypatch.setattr(training, "micro_batch", lambda model, count, length, *rest: asked.append(length) or count)
+    learn(tiny_model("llama", seed=1), tiny_model("llama"), rows, [], RecoveryOptions(steps=1))
+    assert asked == [30]
 
 
 def test_continuations_are_the_models_own_and_end_where_they_end(teacher):

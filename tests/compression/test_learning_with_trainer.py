@@ -346,7 +346,8 @@ def test_adapters_learn_over_a_recovered_model(folder):
     assert losses[-1] < losses[0]
 
 
-def test_the_held_out_text_and_the_minutes_left_are_told(folder, tmp_path):
+@pytest.mark.parametrize("warm_up", [0.0, 1.0])
+def test_the_held_out_text_and_the_minutes_left_are_told(warm_up, folder, tmp_path):
     model, teacher = pair(folder)
     logged = []
 
@@ -357,7 +358,7 @@ def test_the_held_out_text_and_the_minutes_left_are_told(folder, tmp_path):
     tokens = torch.randint(3, 128, (40, 24), generator=torch.Generator().manual_seed(1))
     is_plotted = is_installed("matplotlib")
     plot = {"plot": tmp_path / "plots" / "run.png"} if is_plotted else {}
-    result = recover(model, teacher, tokens, callbacks=[Watch()], **{**FAST, "steps": 20}, **plot)
+    result = recover(model, teacher, tokens, callbacks=[Watch()], warm_up=warm_up, **{**FAST, "steps": 20}, **plot)
     assert not is_plotted or plot["plot"].read_bytes().startswith(b"\x89PNG")
     assert [entry["step"] for entry in logged] == list(range(2, 22, 2))
     assert result["perplexity"] == logged[-1]["held_out_perplexity"]

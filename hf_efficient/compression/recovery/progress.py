@@ -97,8 +97,8 @@ class Budget(TrainerCallback, ExportableState):
 
 
 class HeldOut(TrainerCallback):
-    """Measures the perplexity of the model whenever a tenth of `budget` is used up, and at the end. It is logged as
-    "held_out_perplexity".
+    """Measures the perplexity of the model, with all of its rounding, whenever a tenth of `budget` is used up, and at
+    the end. It is logged as "held_out_perplexity".
 
     texts: windows int64 [windows, length]; or rows with "input_ids" and "answer", int64 [length], of whose tokens those
         count that belong to the answer.
@@ -115,6 +115,7 @@ class HeldOut(TrainerCallback):
         if not len(self.texts) or due == self._measured:
             return
         self._measured, was_training = due, model.training
+        let_round(model, 1.0)
         entry = {PERPLEXITY: self._perplexity(model.eval()), "step": state.global_step}
         model.train(was_training)
         state.log_history.append(entry)
@@ -144,10 +145,15 @@ class WarmUpQuantization(TrainerCallback):
         self.budget, self.until = budget, until
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
-        share = 1.0 if self.until == 0 else min(1.0, self.budget.share() / self.until)
-        for module in trained_linears(model).values():
-            if hasattr(module, "coded"):
-                module.coded.share = share
+        let_round(model, 1.0 if self.until == 0 else min(1.0, self.budget.share() / self.until))
+
+
+def let_round(model, share: float) -> None:
+    """Lets so much of the rounding of layers under codes come into effect, until `WarmUpQuantization` sets the next
+    share."""
+    for module in trained_linears(model).values():
+        if hasattr(module, "coded"):
+            module.coded.share = share
 
 
 def _latest(seconds: float) -> float:

@@ -61,7 +61,7 @@ def train(
     callbacks = [budget, HeldOut(held_out, budget), WarmUpQuantization(budget, options.warm_up), *options.callbacks]
     optimizer = make_optimizer(trained, options.optimizer, options.largest_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, budget.rate)
-    length, pages = max(len(row["input_ids"]) for row in rows[:64]), QuantizedPages(options.kv_format)
+    length, pages = max(len(row["input_ids"]) for row in rows), QuantizedPages(options.kv_format)
     if pages.is_active:
         check_attention(trained, "kv_format", options.kv_format)
     with tempfile.TemporaryDirectory() as scratch, _randomness_kept():
