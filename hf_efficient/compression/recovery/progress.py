@@ -49,15 +49,21 @@ class Budget(TrainerCallback, ExportableState):
         cosine = 0.5 * (1 + math.cos(math.pi * share))
         return min(1.0, (share + 0.1 * WARMUP) / WARMUP) * (LEAST_RATE + (1 - LEAST_RATE) * cosine)
 
+    def check(self, before: dict | None, folder: str) -> None:
+        """Raises ValueError unless `before`, the `state` in the checkpoint `folder`, is of the same training. Trainer
+        loads the weights and the optimizer before it asks a callback."""
+        if before is None:
+            raise ValueError(f"{folder} is no checkpoint of recover or distill: give another folder")
+        kept, own = ({**args, **(args["run"] or {})} for args in (before["args"], self.state()["args"]))
+        other = [name for name in {**kept, **own} if name != "run" and kept.get(name) != own.get(name)]
+        if other:
+            differ = ", ".join(f"{name}={kept.get(name)} instead of {own.get(name)}" for name in other)
+            given = f"the checkpoint is of another training ({differ})"
+            raise ValueError(f"{given}: delete it, or give another folder")
+
     def on_train_begin(self, args, state, control, **kwargs):
         before = (state.stateful_callbacks or {}).get(type(self).__name__)
         if before:
-            kept, own = ({**args, **(args["run"] or {})} for args in (before["args"], self.state()["args"]))
-            other = [name for name in {**kept, **own} if name != "run" and kept.get(name) != own.get(name)]
-            if other:
-                differ = ", ".join(f"{name}={kept.get(name)} instead of {own.get(name)}" for name in other)
-                given = f"the checkpoint is of another training ({differ})"
-                raise ValueError(f"{given}: delete it, or give another folder")
             self.used = before["attributes"]["gone"]
             if self.share() >= 1:  # Trainer would take one more step before it looks
                 raise UsedUp

@@ -1,6 +1,7 @@
 """One training of a model whose linear layers were unpacked: arguments, optimizer, callbacks and checkpoints of
 transformers' `Trainer`."""
 
+import json
 import os
 import random
 import tempfile
@@ -61,6 +62,7 @@ def train(
     callbacks = [budget, HeldOut(held_out, budget), WarmUpQuantization(budget, options.warm_up), *options.callbacks]
     optimizer = make_optimizer(trained, options.optimizer, options.largest_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, budget.rate)
+    last = _last_checkpoint(options.checkpoint_dir, budget)
     length, pages = max(len(row["input_ids"]) for row in rows), QuantizedPages(options.kv_format)
     if pages.is_active:
         check_attention(trained, "kv_format", options.kv_format)
@@ -82,7 +84,7 @@ def train(
         modes = fast_training(trained.device) + ([pages] if pages.is_active else [])
         with _checkpointing(trained, options.gradient_checkpointing, modes), freed_memory_kept(), _inside(modes):
             with suppress(UsedUp):  # the model and the state are those of the end
-                training.train(resume_from_checkpoint=_last_checkpoint(options.checkpoint_dir))
+                training.train(resume_from_checkpoint=last)
     state = training.state
     if options.plot is not None and state.is_world_process_zero:
         try:
@@ -166,9 +168,20 @@ def _randomness_kept() -> Iterator[None]:
         np.random.set_state(arrays)
 
 
-def _last_checkpoint(folder) -> str | None:
-    """The last complete checkpoint: Trainer writes its state file last."""
+def _last_checkpoint(folder, budget: Budget) -> str | None:
+    """The last complete checkpoint: Trainer writes its state file last.
+
+    Raises:
+        ValueError: it is not of the training that `budget` describes.
+    """
     if folder is None:
         return None
     found = [path.parent for path in Path(folder).glob("checkpoint-*/trainer_state.json")]
-    return str(max(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))) if found else None
+    for path in sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
+        try:
+            state = json.loads((path / "trainer_state.json").read_text())
+        except json.JSONDecodeError:  # the end of writing it was interrupted
+            continue
+        budget.check(state.get("stateful_callbacks", {}).get(Budget.__name__), str(path))
+        return str(path)
+    return None
