@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from hf_efficient import DraftHeads, Speculation, enable_speculation, train_draft
 from hf_efficient.cli import main
 from hf_efficient.generation import model_state
-from hf_efficient.generation.training import target_states, text
+from hf_efficient.generation.drafters.draft_heads import class_of
+from hf_efficient.generation.training import distill, target_states, text
 from hf_efficient.generation.training.distill import batch_rows
 from hf_efficient.generation.training.prompts import default_prompts
 from hf_efficient.generation.training.rows import Row, load_rows, split_rows
@@ -232,6 +233,41 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(target, tmp_path, monkeyp
         train_draft(tiny_model("llama", seed=5), tokenizer, tmp_path / "parts", **SMALL)
     resumed = train_draft(model, tokenizer, tmp_path / "parts", **SMALL)
     assert_same_tensors(resumed.state_dict(), whole.state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_training_resumes_to_the_same_bits(kind, target, tmp_path, monkeypatch):
+    monkeypatch.setattr(model_state, "can_be_captured", lambda model: False)
+    monkeypatch.setattr(distill, "CHECKPOINT_STEPS", 2)
+    options, step, left = {**SMALL, "kind": kind, "epochs": 5}, distill._step, [3]
+    whole = train_draft(*target, tmp_path / "whole", **options)
+
+    def interrupted(*arguments):
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return step(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(distill, "_step", interrupted)
+        train_draft(*target, tmp_path / "parts", **options)
+    resumed = train_draft(*target, tmp_path / "parts", **options)
+    assert_same_tensors(resumed.state_dict(), whole.state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_muon_takes_matrices_and_norms_and_biases_do_not_decay(kind, target):
+    heads = class_of(kind).for_model(target[0], 64)
+    names, how = {id(parameter): name for name, parameter in heads.named_parameters()}, {}
+    for optimizer in distill._optimizers(heads, 1e-3):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                how[names[id(parameter)]] = type(optimizer).__name__, group["weight_decay"]
+    for name in names.values():
+        is_vector = name == "bias" or name.endswith("_norm")
+        expected = "AdamW" if is_vector or name == "weight" else "Muon"
+        assert how.pop(name) == (expected, 0.0 if is_vector else 0.01), name
+    assert not how
 
 
 def test_a_time_limit_ends_text_and_training_and_is_remembered(target, tmp_path):

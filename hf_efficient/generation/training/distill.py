@@ -39,9 +39,9 @@ def distill(
     `heads.trained_depth` guesses in a row (Zhou et al. 2023, "DistillSpec", on text of the target).
 
     Matrices are trained by Muon (Jordan et al. 2024, with the step size of Liu et al. 2025, "Muon is Scalable for LLM
-    Training"), other parameters by AdamW, both with a cosine schedule. Weights are float32; products run in bfloat16
-    where the model does. Every `CHECKPOINT_STEPS` steps the state goes to `folder`. A run with the same arguments
-    continues from there, with the same result.
+    Training"), stacks of them, norms and biases by AdamW, both with a cosine schedule. Norms and biases do not decay.
+    Weights are float32; products run in bfloat16 where the model does. Every `CHECKPOINT_STEPS` steps the state goes to
+    `folder`. A run with the same arguments continues from there, with the same result.
 
     Returns the mean loss of the last 50 steps, in nats a guess.
     """
@@ -124,9 +124,11 @@ def measure(heads: DraftHeads, model, rows: list[Row]) -> None:
 
 
 def _optimizers(heads: DraftHeads, rate: float) -> list[torch.optim.Optimizer]:
-    matrices = [parameter for parameter in heads.parameters() if parameter.dim() == 2]
-    others = [parameter for parameter in heads.parameters() if parameter.dim() != 2]
-    made = [torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.01)]
+    weights = [parameter for name, parameter in heads.named_parameters() if name != "bias" and parameter.dim() > 1]
+    vectors = [parameter for name, parameter in heads.named_parameters() if name == "bias" or parameter.dim() == 1]
+    matrices, stacks = [p for p in weights if p.dim() == 2], [p for p in weights if p.dim() > 2]
+    groups = [{"params": vectors, "weight_decay": 0.0}, {"params": stacks, "weight_decay": 0.01}]
+    made = [torch.optim.AdamW([group for group in groups if group["params"]], lr=rate, betas=(0.9, 0.95))]
     if matrices:
         made.append(torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
     return made
@@ -211,7 +213,7 @@ def _resume(path: Path, heads, optimizers: list, run: str) -> tuple[int, list[fl
         )
     tensors = load_file(path)
     done = int(metadata["done"])
-    owner = {parameter: optimizer for optimizer in optimizers for parameter in optimizer.param_groups[0]["params"]}
+    owner = {p: optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     with torch.no_grad():
         for name, parameter in heads.named_parameters():
             parameter.copy_(tensors.pop(name))
