@@ -4,6 +4,7 @@ A process that is killed leaves what was there before, the whole of the new, or 
 """
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 
 _WEIGHTS = re.compile(r"(?P<stem>.+?)(?P<shard>(?:-[0-9a-f]{8})?-\d{5}-of-\d{5})?\.safetensors")
 _INDEX = re.compile(r"(?P<stem>.+?)\.safetensors\.index(?P<variant>\..+)?\.json")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REPLACED = "replaced"  # in a scratch folder: the only copy of files that are being replaced
 
 
@@ -25,7 +27,8 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
     path = Path(path)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        yield partial
+        with _naming(path):
+            yield partial
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -95,10 +98,26 @@ def _scratch(folder: Path, prefix: str) -> Iterator[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{prefix}-", dir=folder))
     try:
-        yield scratch
+        with _naming(folder):
+            yield scratch
     finally:
         if not (scratch / _REPLACED).exists():
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors of a disk without room name `path`: Python's and safetensors' name nothing."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        found = re.search(r"serializing.*\(os error (\d+)\)", str(error))
+        code = int(found[1]) if found else getattr(error, "errno", None)
+        if code not in _NO_ROOM or getattr(error, "filename", None) is not None:
+            raise
+        raise OSError(code, os.strerror(code), str(path)) from error
 
 
 @contextlib.contextmanager

@@ -1,9 +1,30 @@
 """`hf_efficient.files`: which outputs can be written."""
 
 import os
+import resource
 from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import save_file
+
 from hf_efficient import files
+
+
+@pytest.fixture
+def little_room():
+    """This process can write no file of more than 4,000 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+WRITERS = {
+    "atomic_write": lambda path: files.atomic_write(path),
+    "new_folder": lambda path: files.new_folder(path / "new"),
+    "atomic_checkpoint": lambda path: files.atomic_checkpoint(path),
+}
 
 
 def test_an_empty_folder_that_cannot_be_replaced_is_refused(tmp_path, monkeypatch):
@@ -34,3 +55,14 @@ def test_a_relative_path_in_folders_that_are_not_there_can_be_written(tmp_path, 
     (tmp_path / "file").touch()
     assert "Not a directory" in files.why_not_writable(Path("file/below/file"))
     assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("tensors", [True, False], ids=["safetensors", "text"])
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_full_disk_is_named(name, tensors, little_room, tmp_path):
+    """Neither Python nor safetensors says what was written."""
+    path = tmp_path / "written"
+    with pytest.raises(OSError, match=f"File too large: .*{path}"), WRITERS[name](path) as partial:
+        file = partial if name == "atomic_write" else partial / "model.safetensors"
+        save_file({"a": torch.zeros(2000)}, file) if tensors else file.write_text("a" * 8000)
+    assert os.listdir(tmp_path) in ([], ["written"]) and not (path.exists() and os.listdir(path))
