@@ -127,8 +127,10 @@ class CompressedModule(nn.Module):
     @torch.no_grad()
     def derive_layouts(self, dtype: torch.dtype) -> None:
         """Derives the missing layouts for inputs of `dtype` on the device of the weights, and drops what a layout
-        replaces. Does nothing for weights that are offloaded or on the meta device."""
+        replaces. Does nothing for weights that are offloaded or on the meta device. Raises RuntimeError in a trace."""
         if len(self._layouts) < len(self._compressed):
+            if torch.jit.is_tracing() or type(torch.empty(0, dtype=dtype)) is not torch.Tensor:
+                raise RuntimeError("export, trace: the model has not run since it was loaded, moved or copied: run it")
             with _DERIVING:
                 self._derive_missing(dtype)
 
@@ -254,7 +256,7 @@ class _FrozenLinear(torch.autograd.Function):
     def forward(ctx, x, layout):
         ctx.layout = layout
         y = layout.matmul(x)
-        return y.clone() if y._is_view() else y  # which the caller could not change in place
+        return y.clone() if torch.compiler.is_compiling() or y._is_view() else y  # a view is not changed in place
 
     @staticmethod
     def backward(ctx, grad):

@@ -11,6 +11,8 @@ from helpers import assert_close
 from torch import nn
 
 from hf_efficient.formats import AffineFormat
+from hf_efficient.formats.binary import PartlyBinaryFormat
+from hf_efficient.formats.transformed import TransformedFormat
 from hf_efficient.kernels.linear.torch_cpu import INT4_NATIVE_ROWS
 from hf_efficient.layers import PLACEHOLDER_SHAPE, EfficientLinear
 from hf_efficient.methods import get_method
@@ -141,6 +143,33 @@ def test_compiles_without_graph_breaks_once_derived(format):
     x = torch.randn(2, 192).bfloat16()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize("format", [INT4, TransformedFormat(INT4, rotation=True)], ids=str)
+def test_gradients_compile_without_graph_breaks(format):
+    layer, _, state = make(INT4)
+    if format is not INT4:
+        layer = EfficientLinear(192, 96, True, format, torch.bfloat16)
+        layer.load_state_dict({**state, "rotation_signs": torch.ones(192, dtype=torch.int8)})
+    x, again = (torch.randn(2, 192, generator=torch.Generator().manual_seed(0)).bfloat16() for _ in range(2))
+    layer.requires_grad_(False)(x.requires_grad_()).sum().backward()
+    torch.compile(layer, fullgraph=True, backend="aot_eager")(again.requires_grad_()).sum().backward()
+    assert_close(again.grad, x.grad, 0.01, 0.5, "the same weight")
+
+
+@pytest.mark.parametrize("format", [INT4, PartlyBinaryFormat()], ids=str)
+def test_a_layer_is_exported_once_it_has_run(format):
+    """Before, a layout would be made of numbers that a trace does not have."""
+    layer = EfficientLinear(192, 96, False, format, torch.float32)
+    blank = format.blank(96, 192, torch.float32)
+    layer.load_state_dict({"weight": torch.zeros(PLACEHOLDER_SHAPE), **blank})
+    x = torch.randn(2, 192)
+    for trace in (torch.export.export, torch.jit.trace):
+        with pytest.raises(RuntimeError, match="has not run since it was loaded, moved or copied: run it"):
+            trace(layer, (x,))
+    expected = layer(x)
+    assert torch.equal(torch.export.export(layer, (x,)).module()(x), expected)
+    assert torch.equal(torch.jit.trace(layer, (x,))(x), expected)
 
 
 def test_threads_that_make_the_first_forward_together():

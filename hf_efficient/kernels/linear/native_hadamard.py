@@ -40,8 +40,9 @@ def function():
 
 def rotate(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     """`hadamard.rotate` of x [..., K] by signs [K] of the same dtype."""
-    differs = torch.is_grad_enabled() and (x.requires_grad or signs.requires_grad)
-    if differs or not x.is_cpu or x.dtype not in DTYPES or not x.numel() or function() is None:
+    learns = torch.is_grad_enabled() and (x.requires_grad or signs.requires_grad)
+    serves = x.is_cpu and x.dtype in DTYPES and x.numel() and not torch.compiler.is_compiling()
+    if learns or not serves or function() is None:
         return hadamard.rotate(x, signs)
     return torch.ops.hf_efficient.rotate(x, signs)
 
