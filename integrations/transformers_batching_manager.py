@@ -1,5 +1,5 @@
 """What stands in the place of the parts of transformers' continuous batching, as of 5.19: how a batch is prepared and
-run, how requests are checked, how many tokens a step has."""
+run, how requests are checked and answered, how many tokens a step has."""
 
 import functools
 

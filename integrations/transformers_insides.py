@@ -48,7 +48,7 @@ _PAGES, _STEP = "integrations/transformers_quantized_pages.py", "integrations/tr
 _CHECKS, _DRAFTS = "integrations/transformers_request_checks.py", "integrations/transformers_request_drafts.py"
 _MANAGER, _BUDGETS = "integrations/transformers_batching_manager.py", "integrations/transformers_step_budget.py"
 _OPTIONS, _DECODING = "integrations/transformers_request_options.py", "integrations/transformers_decoding_steps.py"
-_PREFIXES = "integrations/transformers_shared_prefixes.py"
+_PREFIXES, _HANDLERS = "integrations/transformers_shared_prefixes.py", "integrations/transformers_result_handlers.py"
 _SERVING, _SERVER = "integrations/transformers_serving.py", "cli.serving.utils"
 _CB = "generation.continuous_batching"
 
@@ -140,6 +140,14 @@ OF_CONTINUOUS_BATCHING: tuple[Inside, ...] = (
         }.items()
     ),
     Inside(f"transformers.{_SERVER}:CBGenerateManager.init_cb", _SERVING, reads="_cb_config"),
+    *(
+        Inside(f"transformers.{_CB}.continuous_api:OutputRouter.{name}", _HANDLERS, parameters=parameters, since="5.19")
+        for name, parameters in {"deliver": ("self", "output"), "deliver_batch": ("self", "outputs")}.items()
+    ),
+    *(
+        Inside(f"transformers.{_CB}.continuous_api:OutputRouter.deliver_batch", _HANDLERS, reads=name, since="5.19")
+        for name in ("_lock", "result_handlers", "output_queue")
+    ),
     Inside(f"transformers.{_CB}.continuous_api:OutputRouter.deliver", _SERVING, reads="_lock"),
     Inside(f"transformers.{_CB}.continuous_api:OutputRouter.deliver", _SERVING, reads="result_handlers"),
     *of(_SERVING, "generation.configuration_utils", "GenerationConfig._get_default_generation_params"),

@@ -26,6 +26,7 @@ from transformers.generation.logits_process import (
 
 from hf_efficient.generation.stop_strings import StopStrings
 from hf_efficient.integrations import transformers_releases
+from hf_efficient.integrations.transformers_result_handlers import ResultRouter
 from hf_efficient.kernels.attention import api
 
 
@@ -191,7 +192,8 @@ def given() -> dict:
 
 
 def accept(manager) -> None:
-    """Lets the requests of `manager` have the options of `checked`."""
+    """Lets the requests of `manager` have the options of `checked`, and handlers of any event loops."""
+    manager.output_router = ResultRouter(manager.cancel_request)
     config = manager.generation_config
     if manager.continuous_batching_config.per_request_processors:
         manager.logit_processor = RequestProcessors(manager.model, config, manager.continuous_batching_config)
