@@ -75,6 +75,29 @@ def test_sequences_of_a_padded_batch_are_as_alone(llama, name, when, monkeypatch
         assert held(cache)[2 * b : 2 * b + 2] == held(single)
 
 
+@pytest.mark.parametrize("budget, when", [(30, "prefill"), (30, "always"), (0.5, "always")])
+@pytest.mark.parametrize("name", [*SCORERS, "AdaKV HeavyHitter"])
+def test_later_forwards_of_unequal_length_are_as_alone(llama, name, budget, when, monkeypatch):
+    """Padding takes no place among the last queries, and sums of attention belong to tokens that are there."""
+    monkeypatch.setattr(evicting, "_PROMPT", 16)
+    scorer = AdaKV(HeavyHitter(16)) if name == "AdaKV HeavyHitter" else SCORERS[name]
+    ids, mask = torch.stack([torch.randperm(125) + 3 for _ in range(3)]), torch.zeros(3, 0, dtype=torch.int64)
+    cache, single = cache_of(llama, scorer, budget, when), [cache_of(llama, scorer, budget, when) for _ in range(3)]
+    ends = torch.zeros(3, dtype=torch.int64)
+    for counts in ((24, 31, 40), (1, 1, 1), (18, 34, 36), (1, 1, 1), (5, 11, 10), (9, 3, 12), (1, 1, 1), (17, 18, 20)):
+        counts, width = torch.tensor(counts), max(counts)
+        valid = torch.arange(width) >= width - counts[:, None]
+        mask = torch.cat([mask, valid.long()], 1)
+        columns = (ends[:, None] + torch.arange(width) - (width - counts[:, None])).clamp_min(0)
+        together = logits(llama, cache, ids.gather(1, columns), mask)
+        for b, (start, count) in enumerate(zip(ends.tolist(), counts.tolist())):
+            alone = logits(llama, single[b], ids[b : b + 1, start : start + count])
+            torch.testing.assert_close(together[b : b + 1, -count:], alone, rtol=1e-4, atol=1e-4)
+            for layer in (0, 1):
+                assert held(cache, layer)[2 * b : 2 * b + 2] == held(single[b], layer)
+        ends += counts
+
+
 @pytest.mark.parametrize("name", SCORERS)
 def test_generation_stays_within_the_budget(llama, name):
     """Beyond the budget, in chunks, with beams and by prompt lookup; blocks are freed and memory with them."""

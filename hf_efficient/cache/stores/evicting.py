@@ -169,18 +169,17 @@ class EvictingStore(PageStore):
         if scorer.accumulates:
             view = self._accumulate(view)
         if any(full):
-            self._evict(view, budgets, 0 if is_prompt else plan.width)
+            new = [0 if is_prompt else end - start for start, end in zip(plan.starts, plan.lengths)]
+            self._evict(view, budgets, new)
 
     def _pend(self, plan: ForwardPlan, query: torch.Tensor, window: int) -> None:
         """Keeps the last `window` queries of `plan`, 0 for all."""
         starts = to_device(plan.starts, torch.int64, query.device)[:, None]
         if plan.valid is None:
             positions = starts + torch.arange(plan.width, device=query.device)
-        else:  # padding first
+        else:
             valid = plan.valid.to(query.device)
-            order = valid.long().argsort(dim=1, stable=True)
-            valid, query = valid.gather(1, order), query.gather(2, order[:, None, :, None].expand_as(query))
-            positions = torch.where(valid, starts + valid.cumsum(1) - 1, -1)
+            query, positions = _padding_first(query, torch.where(valid, starts + valid.cumsum(1) - 1, -1))
         if plan.width > 1:
             query, positions = query[:, :, -window:].clone(), positions[:, -window:]
         self._pending.append((query, positions))
@@ -197,6 +196,7 @@ class EvictingStore(PageStore):
         queries = torch.cat([part for part, _ in self._pending], 2) if self._pending else keys[:, :, :0]
         query_positions = torch.cat([part for _, part in self._pending], 1) if self._pending else positions[:batch, :0]
         if window and not self.policy.scorer.accumulates:
+            queries, query_positions = _padding_first(queries, query_positions)  # padding of every forward
             queries, query_positions = queries[:, :, -window:], query_positions[:, -window:]
         shape = batch, self.heads, keys.shape[2]
         scale = options.get("softmax_scale")
@@ -243,15 +243,18 @@ class EvictingStore(PageStore):
         self._pending.clear()
         return view._replace(accumulated=total)
 
-    def _evict(self, view: View, budgets: list[int], last: int) -> None:
-        """Keeps `budgets[b]` tokens per head of sequence b on average, -1 for all; the `last` tokens among them."""
+    def _evict(self, view: View, budgets: list[int], last: list[int]) -> None:
+        """Keeps `budgets[b]` tokens per head of sequence b on average, -1 for all; the `last[b]` last ones among
+        them."""
         scorer, (batch, heads, length) = self.policy.scorer, view.present.shape
         held = [self.pool.lengths[sequence * heads : (sequence + 1) * heads] for sequence in range(batch)]
         counts = list(held)
         full = [sequence for sequence, budget in enumerate(budgets) if budget >= 0]
         scores = scorer.score(view).float()
         count = torch.arange(length, device=scores.device)
-        recent = [max(scorer.recent_tokens(budget), min(last, budget - scorer.sinks)) for budget in budgets]
+        recent = [
+            max(scorer.recent_tokens(budget), min(new, budget - scorer.sinks)) for budget, new in zip(budgets, last)
+        ]
         firsts = to_device(self.pool.lengths, torch.int64, scores.device).view(batch, heads)
         firsts = firsts - to_device(recent, torch.int64, scores.device)[:, None]
         stay = (count < scorer.sinks) | (count >= firsts[..., None])
@@ -279,7 +282,8 @@ class EvictingStore(PageStore):
         evicted_before = [seen > self.pool.lengths[sequence * self.heads] for sequence, seen in enumerate(self.seen)]
         self._positions, self._placed = view.key_positions.gather(2, kept).flatten(0, 1), counts
         if view.accumulated is not None:
-            self._accumulated = view.accumulated.gather(2, kept).flatten(0, 1)
+            sums = view.accumulated.gather(2, kept)
+            self._accumulated = (sums if present is None else sums * present).flatten(0, 1)
         size, kept = self.pool.block_size, kept.flatten(0, 1)
         longest = max(map(len, self.pool.tables))
         table = to_device(
@@ -322,6 +326,12 @@ class EvictingStore(PageStore):
         ).flatten()
         keys, values = self.rotary(keys, distance).to(keys.dtype), values.contiguous()
         self.store.put(slots, keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None])
+
+
+def _padding_first(queries: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries [B, Hq, W, D] and their positions [B, W], those of padding (-1) first, the others in their order."""
+    order = (positions >= 0).long().argsort(dim=1, stable=True)
+    return queries.gather(2, order[:, None, :, None].expand_as(queries)), positions.gather(1, order)
 
 
 def bind(
