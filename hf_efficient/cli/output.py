@@ -23,26 +23,43 @@ def working(options: argparse.Namespace, run: Callable):
 
 def show(options: argparse.Namespace, result: Result) -> int:
     """Prints a result; returns the exit status."""
-    try:
-        if options.json:
-            print(json.dumps(result.document, indent=2))
-        else:
-            from hf_efficient.cli import tables
+    if options.json:
+        return _to_stdout(lambda: print(json.dumps(result.document, indent=2)), result.status)
+    from hf_efficient.cli import tables
 
-            tables.show(result.text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
-        return 141
-    return result.status
+    return _to_stdout(lambda: tables.show(result.text), result.status)
 
 
 def fail(options: argparse.Namespace, status: int, message: str) -> int:
     """Prints an error, with --json as a document, too; returns the exit status."""
-    print(f"hf-efficient: {message}", file=sys.stderr)
+    _to_stderr(message)
     if getattr(options, "json", False):
-        print(json.dumps({"error": message}))
+        return _to_stdout(lambda: print(json.dumps({"error": message})), status)
     return status
+
+
+def _to_stdout(write: Callable[[], None], status: int) -> int:
+    """Calls `write`, unless stdout was closed at the start. Returns the exit status: `status`, 141 where the reader of
+    a pipe left, 1 where nothing more can be written, as on a full disk."""
+    if sys.stdout is None:
+        return status
+    try:
+        write()
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
+        if isinstance(error, BrokenPipeError):
+            return 141
+        _to_stderr(f"the result cannot be printed: {error.strerror}")
+        return 1
+    return status
+
+
+def _to_stderr(message: str) -> None:
+    """Prints an error, unless nobody can read it."""
+    if sys.stderr is not None:  # else `print` takes stdout
+        with contextlib.suppress(OSError):
+            print(f"hf-efficient: {message}", file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ def shown() -> Iterator[None]:
     """Inside, bars of `transformers.utils.logging.tqdm` are `Bar`s. An exception takes them off the screen."""
     from transformers.utils import logging
 
-    display = TerminalDisplay() if sys.stderr.isatty() else LineDisplay()
+    display = TerminalDisplay() if _has_terminal() else LineDisplay()
 
     def make(factory, args, options):
         is_empty = factory is logging.EmptyTqdm or options.get("disable")  # transformers' bars are switched off
@@ -35,10 +35,14 @@ def shown() -> Iterator[None]:
 
 def show_cursor() -> None:
     """Shows the cursor of the terminal again, after a process that drew bars was killed."""
-    if sys.stderr.isatty():
+    if _has_terminal():
         from rich.console import Console
 
         Console(stderr=True).show_cursor()
+
+
+def _has_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()  # None: closed at the start
 
 
 def time_left(seconds: float | None) -> str:

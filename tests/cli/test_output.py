@@ -124,6 +124,26 @@ def test_a_reader_that_leaves_ends_it_without_a_traceback(folder):
     assert done.returncode == 141 and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
 
 
+@pytest.mark.parametrize("words", [["estimate", "tiny"], ["estimate", "tiny", "--json"], ["estimate", "no", "--json"]])
+def test_a_result_that_cannot_be_printed_is_an_error(words, folder, monkeypatch, capsys):
+    """It was a traceback, as where stdout is a file on a full disk."""
+    with open("/dev/full", "w") as full, monkeypatch.context() as patched:
+        patched.setattr("sys.stdout", full)
+        assert main(words) == 1
+    assert capsys.readouterr().err.endswith("hf-efficient: the result cannot be printed: No space left on device\n")
+
+
+@pytest.mark.parametrize(("words", "status"), [(["estimate", "tiny"], 0), (["estimate", "no", "--json"], 1)])
+def test_closed_files_are_no_error(words, status, folder, monkeypatch, capsys):
+    """As under `hf-efficient >&- 2>&-`: the first was a traceback, and the second printed its error to stdout."""
+    monkeypatch.setattr("sys.stderr", None)
+    assert main(words) == status
+    printed = capsys.readouterr().out
+    assert "hf-efficient: " not in printed
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(words) == status
+
+
 def run(words: list[str], capfd) -> tuple[str, str]:
     assert main(words) == 0, capfd.readouterr().err
     return capfd.readouterr()
