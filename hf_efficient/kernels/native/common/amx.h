@@ -1,5 +1,6 @@
-// Products of tiles by AMX, 16 x 16 results at a time. A tile of W stands in memory as AMX reads it: for each 4 bytes
-// of a row of x, those of 16 rows of W.
+// Products of tiles by AMX (tier amx), 16 x 16 results at a time: int32 sums of signed bytes of x times unsigned ones
+// of W, or float sums of pairs of bfloat16. A tile of W stands in memory as AMX reads it: for each 4 bytes of a row of
+// x, those of 16 rows of W.
 
 #pragma once
 #include "vectors.h"

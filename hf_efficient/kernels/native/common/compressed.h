@@ -1,4 +1,4 @@
-// Lanes put together and spread out by marks, where no instruction does it.
+// Lanes put together and spread out by marks, in tiers without an instruction for it: avx2, avx_vnni and those of ARM.
 
 #pragma once
 

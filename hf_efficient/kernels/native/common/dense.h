@@ -1,4 +1,5 @@
-// Products with dense bfloat16 weights.
+// y [rows, columns] = x [rows, width] @ w [columns, width]^T + bias, all bfloat16, row after row, summed in float.
+// dense_amx.h has the same by AMX, dense_tiles.h for many rows.
 
 #pragma once
 #include "elementwise.h"

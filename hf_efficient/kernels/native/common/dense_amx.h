@@ -1,4 +1,5 @@
-// Products of x with dense bfloat16 weights by AMX.
+// The products of dense.h by AMX (tier amx, widths that are multiples of 32). Where x is small it is laid out as AMX
+// reads it, and weights are read as they lie; else it is the other way round.
 
 #pragma once
 #include "amx.h"

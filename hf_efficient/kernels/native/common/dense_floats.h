@@ -1,4 +1,4 @@
-// Products of few rows with dense float32 weights.
+// y [rows, columns] = x [rows, width] @ w [columns, width]^T + bias for few rows, all float, row after row.
 
 #pragma once
 #include "dense.h"

@@ -1,4 +1,5 @@
-// Several rows of x times dense bfloat16 weights.
+// The products of dense.h for LEAST_LAID_OUT rows of x or more, except in tier amx. Where the CPU multiplies bfloat16
+// (tiers bf16 and neon_bf16) x is laid out in pairs of columns; elsewhere W is widened to tiles of floats.
 
 #pragma once
 #include "dense_amx.h"

@@ -1,4 +1,4 @@
-// Strided tensors of several types, seen as rows of floats.
+// Strided tensors of float, bfloat16 or float16, loaded and stored as rows of floats; e^x of floats.
 
 #pragma once
 #include <cmath>

@@ -1,4 +1,4 @@
-// The destination of a product.
+// The destination of a product: y [rows, columns], row after row, and the bias that is added to it.
 
 #pragma once
 #include "vectors.h"

@@ -1,4 +1,5 @@
-// Products of several weights with one x.
+// Products of several weights with one x: what Python fills, how threads share the blocks of the weights, and rows of x
+// padded to whole steps.
 
 #pragma once
 #include "layout.h"

@@ -1,5 +1,6 @@
 // Vectors of 16 lanes, threads and scratch memory, for compilers with GCC's vector extensions. Which instructions there
-// are is told by the compiler's flags, of kernels/native/tiers.py. A header for each width of registers has
+// are is told by the compiler's flags, of kernels/native/tiers.py: what names no tier in its first lines serves all of
+// them but `torch`. A header for each width of registers has
 //
 // - Floats, Ints, Words (4 bytes a lane), Halves (2) and Bytes (1), with the operators of GCC's vectors;
 // - conversions: widen, narrow (bfloat16), from_float16, to_float16, to_floats, to_ints, nearest, to_bytes;

@@ -1,4 +1,4 @@
-// A vector of 16 lanes is two registers of 256 bits: AVX2, FMA and F16C. See vectors.h.
+// A vector of 16 lanes is two registers of 256 bits: AVX2, FMA and F16C (tiers avx2 and avx_vnni). See vectors.h.
 
 #pragma once
 

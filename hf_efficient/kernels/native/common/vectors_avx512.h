@@ -1,4 +1,4 @@
-// A vector is one register of 512 bits: AVX-512 F, BW, VL and DQ. See vectors.h.
+// A vector is one register of 512 bits: AVX-512 F, BW, VL and DQ (tiers avx512 to amx). See vectors.h.
 
 #pragma once
 

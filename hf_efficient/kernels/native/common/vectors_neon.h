@@ -1,5 +1,5 @@
-// A vector of 16 lanes is four registers of 128 bits: NEON of ARMv8.2 with dot products of bytes, and with those of
-// mixed signs and of bfloat16 where the compiler may use them. See vectors.h.
+// A vector of 16 lanes is four registers of 128 bits: NEON of ARMv8.2 with dot products of bytes (tier neon), and with
+// those of mixed signs and of bfloat16 (tier neon_bf16). See vectors.h.
 
 #pragma once
 

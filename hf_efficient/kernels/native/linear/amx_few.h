@@ -1,6 +1,6 @@
-// Few rows of x by AMX: codes become bfloat16 (exactly) in tiles that stay in the first-level cache, and sums over a
-// segment of a group are scaled as in few_rows.h. That takes a third of the instructions of tiles of scaled weights,
-// which pay for more rows.
+// Few rows of x by AMX (tier amx): codes become bfloat16 (exactly) in tiles that stay in the first-level cache, and
+// sums over a segment of a group are scaled as in few_rows.h. That takes a third of the instructions of tiles of scaled
+// weights, which pay for more rows.
 
 #pragma once
 #include <vector>

@@ -1,5 +1,5 @@
-// Codes as pairs of bfloat16, by look-ups in registers. 8 bits: of 128 magnitudes. For x in float the numbers of a
-// table are looked up as floats.
+// Codes as pairs of bfloat16, by look-ups in registers (tiers bf16 and amx). 8 bits: of 128 magnitudes. For x in float
+// the numbers of a table are looked up as floats.
 
 #pragma once
 

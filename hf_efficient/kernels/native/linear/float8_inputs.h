@@ -1,4 +1,5 @@
-// Inputs rounded to float8 E4M3: the numbers that the codes and scales stand for, of the inputs' own type.
+// Inputs rounded to float8 E4M3 with the weight's own scale of inputs, or one for each row or 128 of its columns: the
+// numbers that the codes and scales stand for, of the inputs' own type.
 
 #pragma once
 #include "codes.h"

@@ -1,5 +1,6 @@
 // Many rows of x rounded to int8: codes are unpacked once for all of them, into tiles of signed bytes that stay in the
-// second-level cache. x is stored as unsigned bytes, and a sum begins with what that adds to it.
+// second-level cache. x is stored as unsigned bytes, and a sum begins with what that adds to it. In tiers without sums
+// of 4 products of bytes (avx2, avx512 and those of ARM) int8_rows.h has many rows, too.
 
 #pragma once
 #include "int8_rows.h"

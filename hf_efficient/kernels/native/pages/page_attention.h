@@ -1,4 +1,6 @@
-// Attention of the queries that share a key head over some tokens of their sequence.
+// Attention of the queries that share a key head over some tokens of their sequence, which page_tiles.h reads from
+// pages or a ring. Each row of queries gets a softmax and weighted sums of values; schedule.h adds up those of several
+// spans.
 
 #pragma once
 #include "page_tiles.h"

@@ -1,5 +1,5 @@
-// Loads 32 channels of a token and head from pages, in their order. Codes are exact in bfloat16; the caller applies
-// the scales.
+// Loads 32 channels of a token and head from pages, in their order (flash_paged's kv_formats.py has the layouts). Codes
+// are exact in bfloat16; the caller applies the scales.
 
 #pragma once
 #include "page_call.h"

@@ -1,4 +1,4 @@
-// Formats of codes whose numbers are found in registers. See page_formats.h.
+// Formats of codes whose numbers are found in registers (tiers bf16 and amx). See page_formats.h.
 
 #pragma once
 

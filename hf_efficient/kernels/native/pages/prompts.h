@@ -1,4 +1,4 @@
-// Prompts in blocks of queries, which see tokens up to their own.
+// Prompts in blocks of queries, each a sequence that ends with its block.
 
 #pragma once
 #include "work.h"

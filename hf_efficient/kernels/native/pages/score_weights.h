@@ -1,4 +1,5 @@
-// From the products of queries and keys to the weights of a softmax.
+// From the products of queries and keys to the weights of a softmax: scale, softcap, ALiBi, T5's bias and which keys
+// are seen.
 
 #pragma once
 #include "online_softmax.h"

@@ -1,5 +1,4 @@
-// Which keys the queries of a sequence see, and how far away they are (in torch:
-// kernels/attention/masks.py).
+// Which keys the queries of a sequence see, and how far away they are (in torch: kernels/attention/masks.py).
 
 #pragma once
 #include "page_call.h"

@@ -1,4 +1,4 @@
-// Calls as units that threads share.
+// Calls as units that threads share: the spans of some heads of a sequence.
 
 #pragma once
 #include "schedule.h"

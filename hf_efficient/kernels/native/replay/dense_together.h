@@ -1,4 +1,4 @@
-// Neighbouring products of one x in bfloat16, which run as one.
+// Neighbouring DENSE instructions of one x in bfloat16, which run as products of several weights.
 
 #pragma once
 #include "dense_tiles.h"

@@ -1,4 +1,4 @@
-// The largest numbers of a row, and their softmax.
+// The largest floats of each row and their indices, and the softmax of rows.
 
 #pragma once
 #include "elementwise.h"
