@@ -148,6 +148,15 @@ def test_the_student_writes_for_a_round_of_steps_and_resumes_to_the_same_bits(te
     assert all(torch.equal(states[0][n], states[1][n]) for n in states[0])
 
 
+def test_the_students_own_text_is_no_text_to_predict(teacher):
+    losses = []
+    for share in (0.0, 0.5):
+        student = tiny_model("llama", torch.bfloat16, seed=1, eos_token_id=None)
+        _, result = distill(student, teacher, TOKENS, on_policy=1.0, text_share=share, **FAST)
+        losses.append(result["loss"])
+    assert losses[0] == losses[1]
+
+
 def test_text_is_written_where_none_is_given(teacher, tmp_path):
     student = copy.deepcopy(teacher)
     text = hf_efficient.CalibrationConfig(num_samples=24, sequence_length=16)

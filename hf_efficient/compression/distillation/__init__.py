@@ -62,9 +62,9 @@ def distill(
             at most 8.
         max_new_tokens: of an answer.
         on_policy: share of the steps, 0 to 1, in which the student continues the beginning of a text (an eighth of a
-            window, or the prompt) and learns on its own text (GKD, https://arxiv.org/abs/2306.13649; MiniLLM,
-            https://arxiv.org/abs/2306.08543). The native loop writes for ten steps at once, with the student packed as
-            it will be. Several processes write other texts than one does.
+            window, or the prompt) and learns on its own text, by the divergence alone (GKD,
+            https://arxiv.org/abs/2306.13649; MiniLLM, https://arxiv.org/abs/2306.08543). The native loop writes for ten
+            steps at once, with the student packed as it will be. Several processes write other texts than one does.
         hidden_states: weight of the error of the hidden states of four layers, relative to their mean square. Linear
             maps from the student's width to the teacher's are trained for this and then dropped (TinyBERT,
             https://arxiv.org/abs/1909.10351).

@@ -19,7 +19,8 @@ COMPARED_LAYERS = 4  # at most
 
 class StudentTrainer(DistillationTrainer):
     """Batches have `input_ids` [B, T] and, where answers are learned, `attention_mask` and `answer` [B, T], which is 1
-    where a token belongs to the answer.
+    where a token belongs to the answer. Those with `is_own` are the student's own text, of which it learns no tokens:
+    the next-token loss has a mean gradient of 0 there.
 
     Args:
         hidden_states: weight of `hidden_loss`.
@@ -54,6 +55,9 @@ class StudentTrainer(DistillationTrainer):
             self._write([batches for step, batches in enumerate(self._ahead, first) if self._is_own(step)])
         batches = self._ahead.pop(0)
         return batches, self.mean_count(batches, device)
+
+    def share_of_text(self, inputs):
+        return 0.0 if "is_own" in inputs else super().share_of_text(inputs)
 
     def counted(self, inputs):
         if "answer" not in inputs:
@@ -97,6 +101,7 @@ class StudentTrainer(DistillationTrainer):
             count, device = len(batch["input_ids"]), batch["input_ids"].device
             batch.clear()
             batch.update({key: tensor.to(device) for key, tensor in pad(rows[:count]).items()})
+            batch["is_own"] = torch.ones(count, dtype=torch.bool, device=device)
             del rows[:count]
 
 

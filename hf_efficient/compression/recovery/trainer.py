@@ -89,11 +89,15 @@ class DistillationTrainer(Trainer):
         expected, said = target.logits.to(outputs.logits.device), outputs.logits
         if len(inputs) > 1 and not counted.all():  # else a copy of all logits, and one of their gradient
             expected, said, labels = expected[counted], said[counted], labels[counted]
-        loss = distillation_loss(said, expected, labels, self.divergence, self.text_share)
+        loss = distillation_loss(said, expected, labels, self.divergence, self.share_of_text(inputs))
         loss = loss + self.further_loss(outputs, target, counted)
         if num_items_in_batch is not None:
             loss = loss * (counted.sum() / num_items_in_batch).to(loss.dtype)
         return (loss, outputs) if return_outputs else loss
+
+    def share_of_text(self, inputs: dict[str, torch.Tensor]) -> float:
+        """The weight of the next-token loss on a batch."""
+        return self.text_share
 
     def counted(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """bool [B, T]: whose next-token distributions count."""
