@@ -6,7 +6,7 @@ import types
 from contextlib import contextmanager
 from pathlib import Path
 
-from hf_efficient.embeddings import EfficientEmbedding
+from hf_efficient.embeddings import EfficientEmbedding, TiedEmbedding, TiedLinear
 from hf_efficient.files import atomic_checkpoint
 from hf_efficient.integrations.transformers_compat import attention_of
 from hf_efficient.integrations.transformers_layers import keep_unfused
@@ -17,13 +17,15 @@ from hf_efficient.layers import CompressedModule
 def replace_methods(model) -> None:
     """Makes `model.save_pretrained` write atomically (with `push_to_hub=True` it stays transformers'),
     `model.push_to_hub` add a card, `model.generate` take our loop where that is faster, and, where the input or
-    output embedding is compressed, `model.resize_token_embeddings` raise. `train` keeps fused kernels from compressed
-    weights."""
+    output embedding is compressed, `model.resize_token_embeddings` raise, and `model.set_input_embeddings` where
+    others are tied to a compressed one. `train` keeps fused kernels from compressed weights."""
     keep_unfused(model)
     model.save_pretrained = types.MethodType(save_pretrained, model)
     model.push_to_hub = types.MethodType(push_to_hub, model)
     if _has_compressed_embedding(model) or isinstance(model.get_output_embeddings(), CompressedModule):
         model.resize_token_embeddings = types.MethodType(resize_token_embeddings, model)
+    if any(isinstance(module, (TiedEmbedding, TiedLinear)) for module in model.modules()):
+        model.set_input_embeddings = types.MethodType(set_input_embeddings, model)
     if model.can_generate():
         from hf_efficient.integrations.transformers_generation import enable_automatic
 
@@ -32,7 +34,7 @@ def replace_methods(model) -> None:
 
 def restore_methods(model) -> None:
     """Gives the model transformers' methods back."""
-    for name in ("save_pretrained", "push_to_hub", "resize_token_embeddings"):
+    for name in ("save_pretrained", "push_to_hub", "resize_token_embeddings", "set_input_embeddings"):
         model.__dict__.pop(name, None)
     if model.can_generate():
         from hf_efficient.integrations.transformers_generation import disable_automatic
@@ -73,6 +75,14 @@ def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, 
     raise ValueError(
         f"resize_token_embeddings({new_num_tokens}): the {which} embedding is compressed ({option}=True): "
         "resize the model before it is compressed, or call dequantize() first"
+    )
+
+
+def set_input_embeddings(self, value):
+    """What `replace_methods` installs. Raises ValueError: what is tied to the compressed embedding would keep it."""
+    raise ValueError(
+        f"set_input_embeddings({type(value).__name__}): other modules are tied to the input embedding, which is "
+        "compressed (embeddings=True): replace it before the model is compressed, or call dequantize() first"
     )
 
 

@@ -153,3 +153,16 @@ def test_without_the_plugin_a_checkpoint_is_refused(tmp_path):
     code = f"from transformers import AutoModel; AutoModel.from_pretrained({str(tmp_path)!r})"
     done = fresh_processes.run(["-c", code])
     assert done.returncode and "model.embed_tokens.qweight" in done.stderr and "MISMATCH" in done.stderr
+
+
+def test_an_embedding_that_others_are_tied_to_is_not_replaced(tmp_path):
+    """The output embedding would keep the old one, which no save holds."""
+    model, new = load(folder("llama_tied"), **EMBEDDED), nn.Embedding(128, 64)
+    with pytest.raises(ValueError, match=r"set_input_embeddings\(Embedding\): other modules are tied .*dequantize"):
+        model.set_input_embeddings(new)
+    untied, dense = load(folder("llama"), **EMBEDDED), model.dequantize()
+    for name, each in (("untied", untied), ("dense", dense)):
+        each.set_input_embeddings(new)
+        each.tie_weights()
+        each.save_pretrained(tmp_path / name)
+        assert torch.equal(logits(load(tmp_path / name)), logits(each))
