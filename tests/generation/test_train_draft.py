@@ -314,6 +314,15 @@ def folder(target, tmp_path_factory):
     return path
 
 
+def test_heads_whose_training_diverged_are_not_saved(target, tmp_path):
+    """They were NaN. The text is kept for another learning rate."""
+    with pytest.raises(ValueError, match="learning_rate=1e\\+30: training diverged"):
+        train_draft(*target, tmp_path / "heads", **SMALL, learning_rate=1e30)
+    assert not (tmp_path / "heads").exists() and (tmp_path / "heads-progress").is_dir()
+    heads = train_draft(*target, tmp_path / "heads", **SMALL)
+    assert all(parameter.isfinite().all() for parameter in heads.parameters())
+
+
 def test_the_command_trains_from_a_file_of_prompts(folder, tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "abcabc"}\n"The river runs"\n\n{"text": "2+2="}\n')

@@ -84,7 +84,8 @@ def train_draft(
         `expected_acceptance` measured there: the probability that a drafted token is accepted at temperature 1.
 
     Raises:
-        ValueError: before anything is computed, for arguments that are not allowed, or a cache of another run.
+        ValueError: before anything is computed, for arguments that are not allowed, or a cache of another run; heads
+            whose training diverged.
     """
     is_model = kind == "model"
     if kind not in (*KINDS, "model"):
@@ -147,6 +148,8 @@ def train_draft(
         steps = max(1, min(steps, fitting))
         progress.set(name, steps)
     distill(heads, model, rows, folder, steps, learning_rate, seed)
+    if not all(parameter.isfinite().all() for parameter in heads.parameters()):
+        raise ValueError(f"learning_rate={learning_rate}: training diverged, its weights are NaN or infinite; lower it")
     measure(heads, model, held_out)
     heads.save_pretrained(output)
     if cache is None:
