@@ -68,7 +68,7 @@ def test_fused_quantization_is_that_of_the_fused_operation(format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("rows, out_features, in_features", [(1, 48, 64), (3, 37, 301), (130, 140, 130)])
+@pytest.mark.parametrize("rows, out_features, in_features", [(1, 48, 64), (3, 37, 301), (130, 140, 130), (5, 37, 1)])
 def test_product(format, rows, out_features, in_features):
     x = torch.randn(rows, in_features)
     codes, scale = weight_codes(format, out_features, in_features)

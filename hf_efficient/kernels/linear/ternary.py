@@ -10,7 +10,7 @@ from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.layout import Layout, RowsLayout
 from hf_efficient.kernels.linear.native_rounded import NativeRoundedLayout
 from hf_efficient.kernels.linear.w8a8 import quantize
-from hf_efficient.kernels.linear.w8a8_cpu import int8_product, pack_int8, unpack_int8
+from hf_efficient.kernels.linear.w8a8_cpu import int8_product, pack_int8, sums_of_products, unpack_int8
 
 
 class _TernaryLayout(RowsLayout):
@@ -92,7 +92,7 @@ def ternary_layout(trits: torch.Tensor, scale: torch.Tensor, pack: Callable, dty
 
 def _cpu(x_codes, packed, x_scale, w_scale, bias, out_features, out_dtype):
     trits = op.triton_kernels().unpack_ternary(packed, out_features, x_codes.shape[1])
-    y = torch._int_mm(x_codes.contiguous(), trits.t()).float()
+    y = sums_of_products(x_codes.contiguous(), trits).float()
     y = y.mul_(x_scale.reshape(-1, 1)).mul_(w_scale.reshape(1, -1))
     return (y if bias is None else y.add_(bias.float())).to(out_dtype)
 

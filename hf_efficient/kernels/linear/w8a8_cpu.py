@@ -84,6 +84,12 @@ def _packed_product(x_codes, packed, w_scale) -> torch.Tensor:
     )
 
 
+def sums_of_products(x_codes: torch.Tensor, w_codes: torch.Tensor) -> torch.Tensor:
+    """int8 [M, K] and [N, K] -> int32 [M, N]. Of one column torch's operator takes only a row that is no transposed
+    view: for one with strides of 1 it returns memory that nothing was written to (torch 2.13)."""
+    return torch._int_mm(x_codes, w_codes.reshape(1, -1) if w_codes.shape[1] == 1 else w_codes.t())
+
+
 def int8_product(x_codes, w_codes, x_scale, w_scale, bias, x_zero_point, w_zero_point, w_sums, out_dtype):
     """`efficient_linear.w8a8_linear` on a CPU. w_sums: int32 [N], sums of the rows of w_codes, or None."""
     check_columns(x_codes.shape[1], x_zero_point is not None, w_zero_point is not None)
@@ -102,7 +108,7 @@ def int8_product(x_codes, w_codes, x_scale, w_scale, bias, x_zero_point, w_zero_
         if correction is not None:
             y -= correction * w_scale
     else:
-        sums = torch._int_mm(x_codes, w_codes.t())
+        sums = sums_of_products(x_codes, w_codes)
         y = (sums if correction is None else sums - correction) * w_scale
     y *= x_scale.reshape(-1, 1)
     return (y if bias is None else y.add_(bias)).to(out_dtype)
