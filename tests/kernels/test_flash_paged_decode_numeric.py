@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from helpers import assert_close
 from paged_caches import CACHES, assert_agree, filled_cache
 
 from hf_efficient.kernels import flash_paged as fp
@@ -131,7 +132,7 @@ def test_any_number_of_programs(kernel_device, monkeypatch, name):
 @pytest.mark.usefixtures("two_processors")
 def test_formats(kernel_device, name, block_size, dim):
     """Pages smaller, larger and no multiple of a key tile; float16 queries, so that codes go through float16 bits."""
-    groups = {**SMALL_GROUPS, "channel_groups": 2 if dim == 32 else 1} if name in ("int4", "int2") else {}
+    groups = {**SMALL_GROUPS, "channel_groups": 2 if dim == 32 else 1} if name == "int4" else {}
     check_case(*case(kernel_device, name, (150, -1, 256), 3, 3, 1, dim, block_size, dtype=torch.float16, **groups))
 
 
@@ -158,7 +159,7 @@ def test_ways_to_load(kernel_device, monkeypatch, name, block_size, warps, value
     """What is loaded ahead, and how weights change lanes, changes nothing."""
     tile = config.CodesConfig(8, warps, 16 if block_size == 16 else 32, 255, values_ahead, move)
     monkeypatch.setattr(decode, "codes_config", lambda *arguments: tile)
-    groups = {"group": 32, "ring": 64} if name in ("int4", "int2") else {}
+    groups = {"group": 32, "ring": 64} if name == "int4" else {}
     check_case(*case(kernel_device, name, (150, 1, -1, 96), 1, 4, 1, 64, block_size, dtype=torch.float16, **groups))
 
 
@@ -224,6 +225,30 @@ def random_tree(rows, nodes, device):
 
 
 ALL = {"window_size": (10, -1), "alibi_slopes": 1.0, "softcap": 5.0}
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "int4"])
+def test_a_token_with_most_of_the_weight_and_no_value(kernel_device, name):
+    """An attention sink: the others' weights of 1e-5 times scales of 1e-3 are all of the result."""
+    layout = {"group": 32, "ring": 64} if name == "int4" else {}
+    (q, k, v), arguments = case(
+        kernel_device, name, (300,), heads=2, kv_heads=1, dim=64, block_size=32, dtype=torch.float16, **layout
+    )
+    first = arguments["block_table"][0, 0].item()
+    for which in ("v_scale", "v_min", "v_tail"):
+        if which in arguments:
+            arguments[which] *= 0.1
+            if which != "v_tail":
+                arguments[which][first, 0] = 0.0
+    scales = {which: tensor for which, tensor in arguments.items() if which in ("k_scale", "v_scale", "k_min", "v_min")}
+    starts = torch.tensor([0, 1], dtype=torch.int32, device=kernel_device)
+    sink = fp.gather_cache_reference(k, v, arguments["block_table"], starts, torch.float32, **scales)[0]
+    q = (sink * (88 / sink.square().sum())).expand(1, 2, 64)[:, None].half()  # a score of 88 / 8
+    expected = fp.flash_attn_with_kvcache_reference(q.double(), k, v, **arguments)[0]
+    actual = fp.flash_attn_with_kvcache(q, k, v, **arguments)[0]
+    largest = expected.abs().max().item()
+    assert largest < 0.01
+    assert_close(actual.float(), expected.float(), 1e-3, 2e-3 * largest, "small numbers lose no more bits than others")
 
 
 @pytest.mark.parametrize(

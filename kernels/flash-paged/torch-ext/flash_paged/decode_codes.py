@@ -13,7 +13,9 @@ that the formats ask for joins the queries and the weights, or is added once a l
   both products of matrix instructions. Values: x = min + code * scale for a token, so sum p x = sum (p * scale) code +
   sum p * min; one group of channels has one number a token.
 
-Queries are float16 in the products, divided by a power of two that keeps them below 2; weights are at most 1.
+Queries are float16 in the products, divided by a power of two that keeps them below 2. Weights times scales of values
+are below 2**15: what the softmax's sums are relative to follows from both (`value_exponents`). Relative to the largest
+score alone, small weights times small scales would be 0 in float16, and together they may be most of the result.
 """
 
 import triton
@@ -40,10 +42,18 @@ from .tiles import dot
 
 
 @triton.jit
-def warp_weights(s, maximum):
+def value_exponents(of_value):
+    """What scores are raised by to make weights times scales of values at most 2**15: exponents of the scales, of those
+    of 0 too (that of the smallest), less 14. float32, without a conversion from integers."""
+    bits = tl.maximum(of_value.to(tl.float32), 2.0**-24).to(tl.int32, bitcast=True)
+    return ((bits >> 23) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + 127 + 14)
+
+
+@triton.jit
+def warp_weights(s, maximum, raised):
     """One step of the online softmax of each warp: scores s [W, KEYS, M], in powers of two -> weights, the factor [W,
-    1, M] of what was summed before, and the new maximum [W, M]."""
-    higher = tl.maximum(maximum, tl.max(s, 1))
+    1, M] of what was summed before, and the new maximum [W, M] of the scores `raised` by so much."""
+    higher = tl.maximum(maximum, tl.max(s + raised, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
     return tl.exp2(s - base[:, None, :]), tl.exp2(maximum - base)[:, None, :], higher
 
@@ -219,7 +229,10 @@ def decode_codes_kernel(
                 s, (start + warp_key + own_key)[:, :, None], present[:, :, None], query_position, tree, own_tree, slope,
                 shift, seqlen_q, left, right, 1.0, cap, HAS_LEFT, HAS_RIGHT, TREE, SOFTCAP, slopes is not None,
             )  # fmt: skip
-            p, shrink, maximum = warp_weights(s, maximum)
+            raised = 0.0
+            if CHANNEL_GROUPS == 1:
+                raised = value_exponents(of_value)[:, :, None]
+            p, shrink, maximum = warp_weights(s, maximum, raised)
             total = total * shrink + sixteen_keys(p)
             value = value_operand(even, odd, magic, WARPS, KEYS, VALUE_BYTES, BITS, IS_FLOAT, HALF, PTX)
             if CHANNEL_GROUPS == 1:
@@ -272,7 +285,7 @@ def decode_codes_kernel(
                     s, number[:, :, None], present[:, :, None], query_position, tree, own_tree, slope, shift, seqlen_q,
                     left, right, 1.0, cap, HAS_LEFT, HAS_RIGHT, TREE, SOFTCAP, slopes is not None,
                 )  # fmt: skip
-                p, shrink, maximum = warp_weights(s, maximum)
+                p, shrink, maximum = warp_weights(s, maximum, 0.0)
                 sums = sums * tl.reshape(shrink, (WARPS, BLOCK_M)) + tl.sum(p, 1)
                 at = v_tail + sequence * stride_vtb + kv_head * stride_vth + number % RING * stride_vtt
                 inside = present[:, None, :] & (value_channel < VALUE_DIM)[None, :, None]
