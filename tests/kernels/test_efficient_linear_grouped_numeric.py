@@ -66,6 +66,10 @@ def test_gradients_of_input_and_bias(kernel_device):
     [
         (dict(offsets=torch.tensor([0, 1, 2])), "offsets is torch.int64"),
         (dict(offsets=torch.tensor([0, 1], dtype=torch.int32)), r"offsets is .* \[3\]"),
+        (
+            dict(offsets=torch.tensor([[0, 1], [1, 1], [2, 1]], dtype=torch.int32)[:, 0]),
+            r"strides \(2,\): .*contiguous",
+        ),
         (dict(in_features=120), r"allowed is \[R, 120\]"),
         (dict(bits=5), "bits=5"),
     ],

@@ -120,6 +120,8 @@ def test_sum_and_norm(has_residual, dtype, kernel_device, nan_poison):
 def test_errors(kernel_device):
     x, weight = torch.randn(2, 64, device=kernel_device), torch.randn(32, 64, device=kernel_device)
     joined, norm = efficient_linear.joined_linear, efficient_linear.add_rms_norm
+    codes = torch.ones(32, 64, dtype=torch.int8, device=kernel_device)
+    sums, scale = torch.zeros(32, 2, dtype=torch.int32, device=kernel_device), torch.ones(1, device=kernel_device)
     check_errors(
         (ValueError, "1 weights: allowed are 2 to 3", lambda: joined(x, [weight], [None])),
         (ValueError, "65 rows: allowed are at most 64", lambda: joined(x[:1].expand(65, -1), [weight] * 2, [None] * 2)),
@@ -129,6 +131,13 @@ def test_errors(kernel_device):
             ValueError,
             "up .32, 32.: allowed is one",
             lambda: efficient_linear.gate_up_silu_dense(x, weight, weight[:, :32]),
+        ),
+        (
+            ValueError,
+            r"w_sums is torch.int32 \(32,\) with strides \(2,\): allowed is a contiguous",
+            lambda: efficient_linear.joined_w8a8_linear(
+                codes[:1], [(codes, scale, sums[:, 0], None)] * 2, scale, codes[0, :1], out_dtype=torch.float32
+            ),
         ),
         (ValueError, "weight is torch.float16", lambda: norm(x, weight[0].half(), 1e-5)),
     )

@@ -110,10 +110,9 @@ def grouped_linear(
         )
     if bias is not None and (tuple(bias.shape) != (experts, out_features) or not bias.is_contiguous()):
         raise ValueError(f"bias has shape {tuple(bias.shape)}: allowed is a contiguous [{experts}, {out_features}]")
-    if offsets.dtype != torch.int32 or tuple(offsets.shape) != (experts + 1,):
-        raise ValueError(
-            f"offsets is {offsets.dtype} of shape {tuple(offsets.shape)}: allowed is torch.int32 [{experts + 1}]"
-        )
+    if offsets.dtype != torch.int32 or tuple(offsets.shape) != (experts + 1,) or not offsets.is_contiguous():
+        given = f"{offsets.dtype} of shape {tuple(offsets.shape)} and strides {offsets.stride()}"
+        raise ValueError(f"offsets is {given}: allowed is a contiguous torch.int32 [{experts + 1}]")
     for name, tensor in (("x", x), ("bias", bias), ("offsets", offsets)):
         if tensor is not None and tensor.device != packed.device:
             raise ValueError(f"{name} is on {tensor.device}, packed on {packed.device}: allowed is one device")

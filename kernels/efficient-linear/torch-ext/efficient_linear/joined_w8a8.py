@@ -10,7 +10,7 @@ from .activation_quant import has_fp8
 from .joined import _check_alike, _three, check_joined
 from .joined_kernels import choose, weight_of_program
 from .split_k import arrive, split, sum_of_parts
-from .w8a8 import _are_aligned, check_codes, check_devices, check_out, check_per_row, row_stride
+from .w8a8 import _are_aligned, check_codes, check_devices, check_out, check_per_row, check_sums, row_stride
 from .w8a8_configs import STAGES_ON_ROCM, choose_tile
 from .w8a8_kernels import STEP, e4m3_to_float16, finish, load_codes
 from .weight_only import INTERPRETED, _on
@@ -96,6 +96,7 @@ def joined_w8a8_linear(
         check_codes(torch.int8 if is_int8 else torch.float8_e4m3fn, x_codes=x_codes, w_codes=w_codes)
         check_out(bias, out_dtype, w_codes)
         check_per_row("w_scale", w_scale, len(w_codes), torch.float32)
+        check_sums(w_sums, w_codes)
         check_devices(w_codes.device, x_codes=x_codes, x_scale=x_scale, w_scale=w_scale, bias=bias, w_sums=w_sums)
     check_per_row("x_scale", x_scale, tokens, torch.float32)
     if x_zero_point is not None:

@@ -55,6 +55,15 @@ def check_per_row(name, tensor, rows, dtype) -> None:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}: allowed is one value, [{rows}, 1] or [{rows}]")
 
 
+def check_sums(w_sums: torch.Tensor | None, w_codes: torch.Tensor) -> None:
+    """Raises ValueError unless w_sums is None or a contiguous int32 [N]."""
+    if w_sums is None:
+        return
+    if w_sums.dtype != torch.int32 or w_sums.shape != w_codes.shape[:1] or not w_sums.is_contiguous():
+        given = f"{w_sums.dtype} {tuple(w_sums.shape)} with strides {w_sums.stride()}"
+        raise ValueError(f"w_sums is {given}: allowed is a contiguous int32 [{len(w_codes)}]")
+
+
 def row_stride(tensor: torch.Tensor | None) -> int:
     """0 for one value that every row reads."""
     return 0 if tensor is None or tensor.numel() == 1 else tensor.stride(0)
@@ -153,12 +162,7 @@ def w8a8_linear(
     ):
         if tensor is not None:
             check_per_row(name, tensor, rows, dtype)
-    if w_sums is not None and (
-        w_sums.dtype != torch.int32 or w_sums.shape != w_codes.shape[:1] or not w_sums.is_contiguous()
-    ):
-        raise ValueError(
-            f"w_sums is {w_sums.dtype} {tuple(w_sums.shape)}: allowed is a contiguous int32 [{len(w_codes)}]"
-        )
+    check_sums(w_sums, w_codes)
     check_devices(
         w_codes.device,
         x_codes=x_codes,
