@@ -137,12 +137,18 @@ def test_formats(kernel_device, name, block_size, dim):
 
 
 @pytest.mark.parametrize(
-    "name, block_size, group, heads", [("int4", 64, 64, (8, 2)), ("int2", 32, 32, (4, 1)), ("int4", 96, 32, (4, 1))]
+    "name, block_size, group, heads, channel_groups",
+    [
+        ("int4", 64, 64, (8, 2), 1),
+        ("int2", 32, 32, (4, 1), 1),
+        ("int4", 96, 32, (4, 1), 1),
+        ("int4", 32, 32, (4, 1), 4),
+    ],
 )
 @pytest.mark.usefixtures("two_processors")
-def test_groups_of_whole_warps(kernel_device, name, block_size, group, heads):
+def test_groups_of_whole_warps(kernel_device, name, block_size, group, heads, channel_groups):
     """Groups that leave each warp 32 keys, in pages larger and smaller than a tile."""
-    layout = {"group": group, "ring": 2 * group, "dtype": torch.float16}
+    layout = {"group": group, "ring": 2 * group, "dtype": torch.float16, "channel_groups": channel_groups}
     check_case(*case(kernel_device, name, (290, 1, -1, 96, 0, 130), 1, *heads, 64, block_size, **layout))
 
 

@@ -188,8 +188,9 @@ def attend_few(
         arrays, beside, options = _codes(k, v, head_dim, quantized)
         block_dv = options["VALUE_BYTES"] * 8 // quantized.bits
         options |= {"WARPS": warps, "KEYS": config.keys, "magic": MAGIC, "PTX": is_nvidia}
-        is_half = q.dtype != torch.float32
-        options |= {"VALUES_AHEAD": config.values_ahead, "MOVE": config.move and is_half}
+        # scales of several channel groups are loaded by the order of keys, which moving changes
+        moves = config.move and q.dtype != torch.float32 and options["CHANNEL_GROUPS"] == 1
+        options |= {"VALUES_AHEAD": config.values_ahead, "MOVE": moves}
         capacity += options["RING"]
 
     if is_nvidia and config.registers is not None:
