@@ -4,6 +4,7 @@ import copy
 import importlib
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import fresh_processes
 import huggingface_hub
@@ -21,6 +22,7 @@ from hf_efficient.compression.recovery import training
 from hf_efficient.compression.recovery.coded_weights import SCALE_RATE
 from hf_efficient.compression.recovery.learned_norm import LearnedNorm
 from hf_efficient.compression.recovery.optimizers import CODED_RATE, Together, make_optimizer
+from hf_efficient.compression.recovery.options import RecoveryOptions
 from hf_efficient.compression.recovery.serving import trained_linears
 from hf_efficient.compression.recovery.unpacking import discard, unpack
 
@@ -174,6 +176,14 @@ def test_a_window_takes_no_more_memory_than_micro_batches_count_on(dtype, checkp
     measured = (peaks[1] - peaks[0]) / 8  # what does not grow with the batch drops out
     fitting = [training.micro_batch(model, 64, 128, share * 64 * measured / 1e9, checkpointing) for share in (1, 2.2)]
     assert fitting[0] < 64 and fitting[1] == 64
+
+
+def test_one_process_trains_on_one_of_several_gpus(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(training, "micro_batch", lambda *args: 4)
+    options = RecoveryOptions(steps=1, batch_size=8)
+    arguments = training._arguments(SimpleNamespace(device=torch.device("cuda")), tmp_path, 16, options)
+    assert (arguments.n_gpu, arguments.train_batch_size, arguments.gradient_accumulation_steps) == (1, 4, 2)
 
 
 def test_micro_batches_are_the_largest_that_fit(folder):

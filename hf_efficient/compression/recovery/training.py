@@ -102,7 +102,7 @@ def _arguments(model, folder, length: int, options: RecoveryOptions) -> Training
     on_cpu, processes = model.device.type == "cpu", int(os.environ.get("WORLD_SIZE", 1))
     own = options.batch_size // processes
     micro = micro_batch(model, own, length, options.memory_gb, options.gradient_checkpointing)
-    return TrainingArguments(
+    arguments = TrainingArguments(
         str(folder),
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=own // micro,
@@ -121,6 +121,9 @@ def _arguments(model, folder, length: int, options: RecoveryOptions) -> Training
         disable_tqdm=True,
         seed=options.seed,
     )
+    if arguments.n_gpu > 1:  # of one process: copies by nn.DataParallel lack what layers keep beside tensors
+        arguments._n_gpu = 1  # as Trainer does for models that lie on several
+    return arguments
 
 
 @contextmanager
