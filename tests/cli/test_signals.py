@@ -17,6 +17,8 @@ import os, signal, sys
 from transformers import PreTrainedModel
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
+for number in (signal.SIGTERM, signal.SIGHUP):  # the tests themselves may run under nohup
+    signal.signal(number, signal.SIG_DFL)
 for name in sys.argv[2].split():
     signal.signal(getattr(signal, name), signal.SIG_IGN)
 save = PreTrainedModel.save_pretrained
