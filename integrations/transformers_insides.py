@@ -83,9 +83,8 @@ OF_CONTINUOUS_BATCHING: tuple[Inside, ...] = (
         f"transformers.{_CB}.distributed:DistributedHelper.set_tp_seed",
         _MANAGER,
         parameters=("self", "seed", "model_device"),
-        since="5.19",
     ),
-    Inside(f"transformers.{_CB}.distributed:DistributedHelper.__init__", _MANAGER, reads="dist_on", since="5.19"),
+    Inside(f"transformers.{_CB}.distributed:DistributedHelper.__init__", _MANAGER, reads="dist_on"),
     Inside(
         f"transformers.{_CB}.continuous_api:ContinuousBatchingManager.switch_to_cb_friendly_attn",
         _MANAGER,
@@ -141,11 +140,11 @@ OF_CONTINUOUS_BATCHING: tuple[Inside, ...] = (
     ),
     Inside(f"transformers.{_SERVER}:CBGenerateManager.init_cb", _SERVING, reads="_cb_config"),
     *(
-        Inside(f"transformers.{_CB}.continuous_api:OutputRouter.{name}", _HANDLERS, parameters=parameters, since="5.19")
+        Inside(f"transformers.{_CB}.continuous_api:OutputRouter.{name}", _HANDLERS, parameters=parameters)
         for name, parameters in {"deliver": ("self", "output"), "deliver_batch": ("self", "outputs")}.items()
     ),
     *(
-        Inside(f"transformers.{_CB}.continuous_api:OutputRouter.deliver_batch", _HANDLERS, reads=name, since="5.19")
+        Inside(f"transformers.{_CB}.continuous_api:OutputRouter.deliver_batch", _HANDLERS, reads=name)
         for name in ("_lock", "result_handlers", "output_queue")
     ),
     Inside(f"transformers.{_CB}.continuous_api:OutputRouter.deliver", _SERVING, reads="_lock"),

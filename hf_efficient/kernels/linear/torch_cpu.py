@@ -89,6 +89,8 @@ class Int4CpuLayout(_TorchLayout):
     def __init__(self, qweight, scale, zero_point, bits, group_size, in_features, dtype):
         self.out_features, self.in_features, self.dtype, self.bits = qweight.shape[0], in_features, dtype, bits
         self.group = int4_order.native_group(group_size, in_features)
+        self.block = int4_order.block_rows()  # found here, as torch.compile cannot trace how, and so is the order
+        self.orders = {size: int4_order.row_order(size) for *_, size in int4_order.block_runs(self.out_features)}
         codes = unpack_codes(qweight, bits, in_features)
         self.shift = max(0, 8 - 2 ** (bits - 1))
         planes = [codes >> 4, codes & 15] if bits == 8 else [codes + self.shift]
@@ -134,7 +136,7 @@ class Int4CpuLayout(_TorchLayout):
     def _tiles(self):
         """(first row, last row + 1, the transposed weight [K, rows]) for runs of rows that stay in the processor's
         cache."""
-        for start, end, block in int4_order.block_runs(self.out_features):
+        for start, end, block in int4_order.block_runs(self.out_features, self.block):
             step = block * max(1, _ELEMENTS_AT_ONCE // (block * self.in_features))
             for first in range(start, end, step):
                 last = min(end, first + step)
@@ -150,7 +152,7 @@ class Int4CpuLayout(_TorchLayout):
         for half, codes in enumerate((bytes_ & 15, bytes_ >> 4)):
             weight[:, :, half].copy_(codes.view(torch.int8).sub_(8).transpose(0, 1))
         weight = weight.view(self.in_features, -1, block)
-        if (order := int4_order.row_order(block)) is not None:
+        if (order := self.orders[block]) is not None:
             weight = weight[:, :, order]
         scale, zero = scale_zero[:, first:last].permute(2, 0, 1).unsqueeze(2).contiguous()  # [K / group, 1, rows] each
         weight = weight.view(-1, self.group, last - first)
@@ -169,7 +171,7 @@ class Int4CpuLayout(_TorchLayout):
         return weight
 
     def canonical(self):
-        return self._packed(int4_order.unpack(packed, self.in_features) for packed, _ in self.planes)
+        return self._packed(int4_order.unpack(packed, self.in_features, self.block) for packed, _ in self.planes)
 
     def canonical_rows(self, ids):
         return self._packed(int4_order.unpack_rows(packed, self.in_features, ids) for packed, _ in self.planes)
