@@ -98,7 +98,9 @@ def train_draft(
     _check_integers(num_tokens=num_tokens, epochs=epochs, draft_tokens=draft_tokens, batch_size=batch_size)
     _check_integers(3, max_new_tokens=max_new_tokens)
     _check_integers(0, seed=seed)
-    _check_numbers(learning_rate=learning_rate, **({} if minutes is None else {"minutes": minutes}))
+    _check_numbers(learning_rate=learning_rate)
+    if minutes is not None:
+        _check_numbers(minutes=minutes)
     if seed >= 1 << 32:
         raise ValueError(f"seed={seed}: expected less than 2**32")
     if tokenizer.pad_token_id is None:

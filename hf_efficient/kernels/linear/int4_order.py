@@ -76,10 +76,10 @@ def unpack(packed: torch.Tensor, in_features: int, block: int | None = None) -> 
     return torch.cat(runs)
 
 
-def unpack_rows(packed: torch.Tensor, in_features: int, ids: torch.Tensor) -> torch.Tensor:
-    """Rows `ids`, int64 [n], of `unpack(packed, in_features)`, read from their blocks alone."""
+def unpack_rows(packed: torch.Tensor, in_features: int, ids: torch.Tensor, block: int) -> torch.Tensor:
+    """Rows `ids`, int64 [n], of `unpack(packed, in_features, block)`, read from their blocks alone: uint8 [n, K]."""
     found = torch.zeros(len(ids), in_features, dtype=torch.uint8)
-    for first, last, size in block_runs(packed.numel() * 2 // in_features):
+    for first, last, size in block_runs(packed.numel() * 2 // in_features, block):
         blocks = packed.view(-1)[first * in_features // 2 : last * in_features // 2].view(-1, in_features, size // 2)
         own = (ids - first).clamp(0, last - first - 1)
         digit = torch.argsort(nibble_rows(size))[own % size]

@@ -90,7 +90,8 @@ class Int4CpuLayout(_TorchLayout):
         self.out_features, self.in_features, self.dtype, self.bits = qweight.shape[0], in_features, dtype, bits
         self.group = int4_order.native_group(group_size, in_features)
         self.block = int4_order.block_rows()  # found here, as torch.compile cannot trace how, and so is the order
-        self.orders = {size: int4_order.row_order(size) for *_, size in int4_order.block_runs(self.out_features)}
+        runs = int4_order.block_runs(self.out_features, self.block)
+        self.orders = {size: int4_order.row_order(size) for *_, size in runs}
         codes = unpack_codes(qweight, bits, in_features)
         self.shift = max(0, 8 - 2 ** (bits - 1))
         planes = [codes >> 4, codes & 15] if bits == 8 else [codes + self.shift]
@@ -174,7 +175,9 @@ class Int4CpuLayout(_TorchLayout):
         return self._packed(int4_order.unpack(packed, self.in_features, self.block) for packed, _ in self.planes)
 
     def canonical_rows(self, ids):
-        return self._packed(int4_order.unpack_rows(packed, self.in_features, ids) for packed, _ in self.planes)
+        return self._packed(
+            int4_order.unpack_rows(packed, self.in_features, ids, self.block) for packed, _ in self.planes
+        )
 
     def _packed(self, planes):
         """Canonical codes of the codes in each plane."""
