@@ -34,6 +34,7 @@ METHODS = {
     "int3 g64 fast, no text": "int3, `WeightOnlyConfig(bits=3)`",
     "trellis 3.33 bits mixed gptq refine": "trellis of 3.33 bits on average, GPTQ and `refine=True`",
     "trellis 2.33 bits mixed gptq refine": "trellis of 2.33 bits on average, GPTQ and `refine=True`",
+    "trellis 2.03 bits mixed gptq refine": "trellis of 2.03 bits on average, GPTQ and `refine=True`",
     "trellis 1.64 bits mixed gptq refine": "trellis of 1.64 bits on average, GPTQ and `refine=True`",
     "int2 g64 gptq refine": "int2, GPTQ and `refine=True`",
     "trellis 2 bits gptq refine": "trellis of 2 bits, GPTQ and `refine=True`",
