@@ -92,15 +92,18 @@ class CodebookFormat(GroupedCodes):
             dtypes["scale"] = getattr(torch, self.scale_dtype) if self.scale_dtype else dtype
         return dtypes if self.codebook != "kmeans" else {**dtypes, "codebook": dtype}
 
-    def store_scale(self, scale: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def store_scale(
+        self, scale: torch.Tensor, dtype: torch.dtype, step: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
         """float [N, G] (or [1, 1]) -> the tensors that hold it in a weight of `dtype`; `scale` reads them. Each scale
-        becomes the nearest that can be stored, a power of two by its logarithm."""
+        becomes the nearest that can be stored, a power of two by its logarithm. step: "scale_scale" of "nvfp4", by
+        default that of which the largest scale is the largest multiple."""
         if self.codebook == "mxfp4":
             exponent = scale.float().clamp_min(2.0**-_E8M0_BIAS).log2().round_() + _E8M0_BIAS
             return {"scale_codes": exponent.clamp_(0, _E8M0_LARGEST).to(torch.uint8)}
         if self.codebook == "nvfp4":
-            step = divide(scale.float().amax(), _E4M3_LARGEST).view(1)
-            codes = scale.float() / torch.where(step == 0, 1, step)
+            step = divide(scale.float().amax(), _E4M3_LARGEST).view(1) if step is None else step
+            codes = (scale.float() / torch.where(step == 0, 1, step)).clamp_(max=_E4M3_LARGEST)
             return {"scale_codes": codes.to(torch.float8_e4m3fn), "scale_scale": step}
         if not self.double_quantization:
             return {"scale": scale.to(self.dtypes(dtype)["scale"])}
@@ -165,20 +168,22 @@ class CodebookFormat(GroupedCodes):
     def round(self, weight: torch.Tensor, importance: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         """weight [N, K] -> canonical tensors for a fixed table. The largest magnitude of each group becomes the largest
         entry of the table, with E2M1, whose steps grow, also another number where the squared errors, weighted by
-        `importance` [K], are smaller. Every weight takes the entry that is nearest with the scale as it is stored."""
+        `importance` [K], are smaller. Every weight takes the entry that is nearest with the scale as it is stored. The
+        step of NVFP4's scales is the same whatever number is tried."""
         if self.codebook == "kmeans":
             raise ValueError("codebook='kmeans' has no table to round to: method='kmeans' learns one")
         table = torch.tensor([TABLES[self.codebook]], device=weight.device, dtype=torch.float32)
-        largest, best = self.absmax(weight), None
+        largest, best, step = self.absmax(weight), None, None
         for entry in _LARGEST.get(self.codebook, (1.0,)):
-            tensors = self.store_scale(divide(largest, entry), weight.dtype)
+            tensors = self.store_scale(divide(largest, entry), weight.dtype, step)
             if self.codebook not in _LARGEST:
                 break
+            step = tensors.get("scale_scale")
             error = self._error(weight, self.scale(tensors), table, importance)
             found = error, divide(largest, entry)
             best = found if best is None else [torch.where(error < best[0], new, old) for new, old in zip(found, best)]
         else:
-            tensors = self.store_scale(best[1], weight.dtype)
+            tensors = self.store_scale(best[1], weight.dtype, step)
         return {"qweight": self.pack(self.nearest(weight, self.scale(tensors), table)), **tensors}
 
     def _error(self, weight, scale, table, importance) -> torch.Tensor:
