@@ -88,7 +88,7 @@ class EfficientExperts(CompressedModule):
         """rows [R, H] sorted by expert, counts int64 [E] -> [R, H]."""
         up_name, down_name = self._expert_names
         norm = post_expert_norm(self)
-        up, down = each = [self.layouts(name + "_", rows.dtype) for name in self._expert_names]
+        each = [self.layouts(name + "_", rows.dtype) for name in self._expert_names]
         together = [self._together(layouts, rows, name, adapters) for layouts, name in zip(each, self._expert_names)]
         if None not in together:
             return self._run_together(*together, rows, counts, adapters)

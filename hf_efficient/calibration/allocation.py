@@ -11,17 +11,14 @@ from hf_efficient.observers.hooks import watching_inputs
 
 
 OUTLIER = 5.0  # a score |w| |x| of at least so many times the mean of its linear is an outlier
-SPAN = 0.08  # largest difference between the sparsity of a block and the mean
+# largest difference between the sparsity of a block and the mean; less where a linear would leave [0, MOST]
+SPAN = 0.08
 MOST = 0.999  # sparsity of a linear
 
 
 @torch.no_grad()
 def choose_sparsity(
-    model: nn.Module,
-    sparsity: Mapping[str, float],
-    tokens: torch.Tensor,
-    blocks: Iterable[nn.Module],
-    span: float = SPAN,
+    model: nn.Module, sparsity: Mapping[str, float], tokens: torch.Tensor, blocks: Iterable[nn.Module]
 ) -> dict[str, float]:
     """The sparsity of each linear: the same for all of a block, and about as many weights kept in total as asked for.
 
@@ -32,8 +29,6 @@ def choose_sparsity(
             reached, and those that are not pruned keep theirs.
         tokens: int64 [windows, length].
         blocks: modules that hold the linears.
-        span: largest difference between the sparsity of a block and the mean; less where that would leave [0, 0.999],
-            so that the average stays.
     """
     groups = _groups(model, [name for name, own in sparsity.items() if own], blocks)
     squares = _squared_inputs(model, [name for names in groups for name in names], tokens)
@@ -48,7 +43,7 @@ def choose_sparsity(
         outliers.append(found / sizes[-1])
     sizes, outliers = torch.tensor(sizes, dtype=torch.float64), torch.tensor(outliers, dtype=torch.float64)
     offset = -(outliers - (outliers * sizes).sum() / sizes.sum())
-    offset *= span / offset.abs().max().clamp_min(1e-30)
+    offset *= SPAN / offset.abs().max().clamp_min(1e-30)
     changes = {name: change for names, change in zip(groups, offset.tolist()) for name in names}
     rooms = (max(0.0, MOST - sparsity[n] if c > 0 else sparsity[n]) / abs(c) for n, c in changes.items() if c)
     share = min([1.0, *rooms])

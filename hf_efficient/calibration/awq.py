@@ -21,12 +21,12 @@ _ELEMENTS_AT_ONCE = 1 << 20  # weights at a time: bounds the float32 copies of r
 
 
 @torch.no_grad()
-def transform(block, method: str = "awq") -> None:
+def transform(block) -> None:
     """Scales the inputs of the linears of a `Block` that have this method and an affine format, of other linears that
     read the same tensor, and of the weights of fused experts. What the block computes stays. Needs statistics
     with a hessian."""
     formats, linears = block.formats, block.linears
-    wanted = {n for n, own in formats.items() if block.schemes[n].method == method and _is_affine(own)}
+    wanted = {n for n, own in formats.items() if block.schemes[n].method == "awq" and _is_affine(own)}
     scale_experts(
         block,
         wanted.intersection(block.experts),

@@ -71,21 +71,14 @@ def sensitivities(
 
 
 def choose_bits(
-    model: nn.Module,
-    formats: Mapping[str, object],
-    tokens: torch.Tensor,
-    blocks: Iterable[nn.Module] = (),
-    widths: Iterable[float] | None = None,
-    method: str = "mse",
+    model: nn.Module, formats: Mapping[str, object], tokens: torch.Tensor, blocks: Iterable[nn.Module] = ()
 ) -> dict[str, float]:
-    """Name -> bits, of `widths`, of fused experts a list, unless all have the same: together the layers take at most
-    the memory that they take in the given formats (full name -> Format with the bits meant on average), scales and zero
-    points counted. Layers and experts that no token reached keep their bits, and so do the experts of a format that is
-    no `AffineFormat`; along a trellis, the next fewer that it has.
+    """Full name -> bits, one of `WIDTHS` or of a trellis's widths; for fused experts a list, unless all have the same.
 
-    widths: by default `WIDTHS`, and a trellis's own, whose errors are those of normal numbers.
+    Together the layers take at most the memory that they take in the given formats (full name -> Format with the bits
+    meant on average), scales and zero points counted. Layers and experts that no token reached keep their bits, and so
+    do the experts of a format that is no `AffineFormat`; along a trellis, the next fewer that it has.
 
-    method: data-free, stands in for the one that will be used; "hqq" does for float zero points.
     model, tokens, blocks and errors: see `sensitivities`.
     """
     modules = {name: model.get_submodule(name) for name in formats}
@@ -100,9 +93,9 @@ def choose_bits(
             share = 1.0 if len(weights) == 1 else max(found[own].count for own in weights) / tokens.numel()
             budget += sum(_size(formats[name], weight) for weight in weights.values())
             losses[item], sizes[item] = {}, {}
-            for bits in widths or _widths(formats[name]):
+            for bits in _widths(formats[name]):
                 format = _with_bits(formats[name], bits)
-                rises = (_rise(found[own], weight, format, method) for own, weight in weights.items())
+                rises = (_rise(found[own], weight, format) for own, weight in weights.items())
                 losses[item][bits] = share * sum(rises)
                 sizes[item][bits] = sum(_size(format, weight) for weight in weights.values())
     bits = allocate(losses, sizes, budget)
@@ -183,12 +176,13 @@ def _kept(format):
     return format.bits
 
 
-def _rise(sensitivity: Sensitivity, weight: torch.Tensor, format, method: str) -> float:
-    """The expected rise of the loss when `weight` is rounded."""
+def _rise(sensitivity: Sensitivity, weight: torch.Tensor, format) -> float:
+    """The expected rise of the loss when `weight` is rounded, by a method without data in place of the one that will be
+    used. The errors of a trellis are those of normal numbers."""
     inner = inner_format(format)
     if isinstance(inner, TrellisFormat):
         return sensitivity.loss_of_noise(inner.expected_error * weight.float().square().mean(1))
-    tensors = methods.quantize(weight, format, "hqq" if inner.zero_point == "float" else method)
+    tensors = methods.quantize(weight, format, "hqq" if inner.zero_point == "float" else "mse")
     return sensitivity.loss(weight - format.dequantize(tensors, weight.shape[1], torch.float32))
 
 

@@ -20,12 +20,14 @@ _ROWS = 512  # rows of a tensor in its sample, spread evenly over all batches
 
 
 @torch.no_grad()
-def transform(block, method: str = "smoothquant") -> None:
+def transform(block) -> None:
     """Scales the inputs of the linears of a `Block` that have this method and no rotation, of other linears that read
     the same tensor, and of the weights of fused experts. What the block computes stays. Runs the block once more
     over all batches for the sample."""
     formats, linears = block.formats, block.linears
-    wanted = {n for n in formats if block.schemes[n].method == method and not getattr(formats[n], "rotation", False)}
+    wanted = {
+        n for n in formats if block.schemes[n].method == "smoothquant" and not getattr(formats[n], "rotation", False)
+    }
 
     def search_of_expert(name: str, experts, weights: list, inputs, sample, powers: bool) -> torch.Tensor:
         rounding = [(inner_format(formats[name]), block.schemes[name])] * len(weights)

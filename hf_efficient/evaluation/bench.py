@@ -46,9 +46,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return found | {"mean": statistics.fmean(values)}
 
 
-def measure_batch(
-    generate: Callable[[TokenClock], object], batch_size: int, new_tokens: int, repeats: int, progress: bool = True
-) -> dict:
+def measure_batch(generate: Callable[[TokenClock], object], batch_size: int, new_tokens: int, repeats: int) -> dict:
     """Times `repeats` runs of `generate(clock)` after one that is not counted.
 
     Each run must give each of `batch_size` sequences exactly `new_tokens` tokens.
@@ -62,7 +60,7 @@ def measure_batch(
         RuntimeError: a run gave another number of tokens.
     """
     first, gaps, whole = [], [], []
-    for run in logging.tqdm(range(repeats + 1), desc=f"batch {batch_size}", disable=not progress, leave=False):
+    for run in logging.tqdm(range(repeats + 1), desc=f"batch {batch_size}", leave=False):
         clock = TokenClock()
         generate(clock)
         if torch.cuda.is_available():

@@ -18,24 +18,24 @@ _CONJUGATE_STEPS = 10
 
 
 def prune(
-    weight: torch.Tensor, target: Sparsity, inputs=None, damping: float = 0.01, steps: int = _STEPS
+    weight: torch.Tensor, target: Sparsity, inputs=None, damping: float = 0.01
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `hf_efficient.pruning`. Reads `inputs.hessian`, `damped`. steps: of ADMM."""
+    """See `hf_efficient.pruning`. Reads `inputs.hessian`, `damped`."""
     hessian, is_read = damped(inputs.hessian.to(weight.device), damping)
     scale = hessian.diagonal().sqrt()
     hessian /= scale[:, None] * scale
     dense = weight.float() * scale
-    mask = _support(dense * is_read, hessian, target, steps)
+    mask = _support(dense * is_read, hessian, target)
     pruned = least_squares(dense.where(mask, 0), dense, hessian, mask) / scale
     return pruned.where(mask, 0).to(weight.dtype), mask
 
 
-def _support(dense: torch.Tensor, hessian: torch.Tensor, target: Sparsity, steps: int) -> torch.Tensor:
+def _support(dense: torch.Tensor, hessian: torch.Tensor, target: Sparsity) -> torch.Tensor:
     """The mask bool [N, K] that ADMM finds."""
     wanted, mask = dense @ hessian, target.mask(dense.abs())
     identity = torch.eye(len(hessian), device=hessian.device, dtype=torch.float32)
     sparse, multiplier, rho = dense.where(mask, 0), torch.zeros_like(dense), _RHO
-    for step in range(steps):
+    for step in range(_STEPS):
         if step % _STEPS_A_RHO == 0:
             rho *= _GROWTH if step else 1
             inverse = torch.cholesky_inverse(torch.linalg.cholesky(torch.add(hessian, identity, alpha=rho)))
@@ -47,15 +47,13 @@ def _support(dense: torch.Tensor, hessian: torch.Tensor, target: Sparsity, steps
     return mask
 
 
-def least_squares(
-    start: torch.Tensor, dense: torch.Tensor, hessian: torch.Tensor, mask: torch.Tensor, steps: int = _CONJUGATE_STEPS
-) -> torch.Tensor:
+def least_squares(start: torch.Tensor, dense: torch.Tensor, hessian: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Conjugate gradients for min tr((dense - X) H (dense - X)^T) over X [N, K] that is zero outside `mask`, from
     `start`. The diagonal of `hessian` is 1. No row's error rises."""
     result = start.clone()
     residual = ((dense - start) @ hessian).where(mask, 0)
     direction, norm = residual.clone(), residual.square().sum(1, keepdim=True)
-    for _ in range(steps):
+    for _ in range(_CONJUGATE_STEPS):
         image = (direction @ hessian).where(mask, 0)
         length = norm / (direction * image).sum(1, keepdim=True).clamp_min(torch.finfo(norm.dtype).tiny)
         result.addcmul_(length, direction)

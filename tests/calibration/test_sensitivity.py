@@ -194,7 +194,7 @@ def test_bits_of_grids_with_float_zero_points_are_chosen_alike(llama):
     floats, integers = (AffineFormat(3, 32, False, zero_point=zero) for zero in ("float", "integer"))
     bits = choose_bits(llama, dict.fromkeys(names, floats), TOKENS, llama.model.layers)
     assert min(bits.values()) < max(bits.values())
-    expected = choose_bits(llama, dict.fromkeys(names, integers), TOKENS, llama.model.layers, method="hqq")
+    expected = choose_bits(llama, dict.fromkeys(names, integers), TOKENS, llama.model.layers)
     assert sum(bits[name] != expected[name] for name in names) <= 4, "their errors are nearly the same"
 
 

@@ -30,13 +30,13 @@ def test_a_batch_is_measured_token_by_token(monkeypatch):
                 assert stop.shape == (3,) and not stop.any()
                 now[0] += 0.0625
 
-    found = bench.measure_batch(generate, batch_size=3, new_tokens=4, repeats=2, progress=False)
+    found = bench.measure_batch(generate, batch_size=3, new_tokens=4, repeats=2)
     assert found["time_to_first_token"]["p50"] == 2.0
     assert found["inter_token_latency"]["p50"] == 0.625 and found["inter_token_latency"]["p99"] > 1.5
     assert found["request_latency"]["p95"] == 5.0
     assert (found["tokens_per_second"], found["requests_per_second"]) == (12 / 5, 3 / 5)
     with pytest.raises(RuntimeError, match="4 tokens were generated and 5 asked for"):
-        bench.measure_batch(generate, batch_size=3, new_tokens=5, repeats=1, progress=False)
+        bench.measure_batch(generate, batch_size=3, new_tokens=5, repeats=1)
 
 
 def test_the_latency_bound_chooses_the_batch_that_serves_most():
