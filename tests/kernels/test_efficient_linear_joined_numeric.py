@@ -72,6 +72,17 @@ def test_packed(bits, group_size, symmetric, with_bias, dtype, in_features, toke
         check(y, efficient_linear.weight_only_linear_reference(x, *weight, **layout))
 
 
+@pytest.mark.parametrize("sizes", [(1, 33), (33, 1, 20), (1, 1)])
+@pytest.mark.parametrize("group_size", [64, None])
+def test_packed_weights_of_one_row(group_size, sizes, kernel_device, nan_poison):
+    x = torch.randn(2, 256, device=kernel_device)
+    made = [random_weight(size, 256, 4, group_size, False, torch.float32, kernel_device) for size in sizes]
+    weights = [(packed, scale, zero, None) for packed, scale, zero, _ in made]
+    layout = made[0][-1]
+    for y, weight in zip(efficient_linear.joined_weight_only_linear(x, weights, **layout), weights, strict=True):
+        check(y, efficient_linear.weight_only_linear_reference(x, *weight, **layout))
+
+
 @pytest.mark.parametrize("format, tokens, in_features, count, per_row", [
     ("int8", 3, 640, 2, True),
     ("int8_asymmetric", 17, 256, 3, True),

@@ -40,6 +40,13 @@ def _check_alike(name: str, values: Sequence) -> None:
         raise ValueError(f"{name} differs among the weights, {values}: allowed is one")
 
 
+def _strides(packed: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None]) -> list[tuple[int, int]]:
+    """`_scale_strides` of each weight's tensor. A weight of one row takes the row stride of the others."""
+    strides = [_scale_strides(tensor) for tensor in tensors]
+    row = next((stride for (stride, _), weight in zip(strides, packed) if len(weight) > 1), 0)
+    return [(row if len(weight) == 1 else own, group) for (own, group), weight in zip(strides, packed)]
+
+
 def _three(tensors: Sequence) -> tuple:
     """Filled up with the last one."""
     return *tensors, *[tensors[-1]] * (MOST_WEIGHTS - len(tensors))
@@ -65,9 +72,8 @@ def joined_weight_only_linear(
     packed, scales, zeros, biases = zip(*weights)
     _check_alike("zero_point", [zero is not None for zero in zeros])
     _check_alike("bias", [bias if bias is None else bias.dtype for bias in biases])
-    _check_alike(
-        "scale", [(scale.dtype, _scale_strides(scale), _scale_strides(zero)) for scale, zero in zip(scales, zeros)]
-    )
+    strides = list(zip(_strides(packed, scales), _strides(packed, zeros)))
+    _check_alike("scale", list(zip([scale.dtype for scale in scales], strides)))
     sizes = [len(each) for each in packed]
     outs = [torch.empty(len(x), size, dtype=x.dtype, device=x.device) for size in sizes]
     if len(x) == 0:
@@ -81,8 +87,8 @@ def joined_weight_only_linear(
         )
         joined_few_tokens_kernel[(row_blocks, token_blocks, splits)](
             x, *_three(packed), *_three(scales), *_three(zeros), *_three(biases), *_three(outs), partial, arrivals,
-            len(x), *_three(sizes), in_features, x.stride(0), *_scale_strides(scales[0]), *_scale_strides(zeros[0]),
-            per_split, COUNT=len(sizes), SPLIT=splits > 1, HAS_BIAS=biases[0] is not None,
+            len(x), *_three(sizes), in_features, x.stride(0), *strides[0][0], *strides[0][1], per_split,
+            COUNT=len(sizes), SPLIT=splits > 1, HAS_BIAS=biases[0] is not None,
             **_options(tile, x, bits, group_size, in_features, zeros[0]), **register_options(tile),
         )  # fmt: skip
     return outs
