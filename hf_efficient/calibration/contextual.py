@@ -75,7 +75,7 @@ def _checked(config, keep, recall, rank) -> dict:
     check(has_text, "calibration", config, "a CalibrationConfig with text, or a dict of one")
     check_place("calibration", config)
     if keep is not None and recall is not None:
-        raise ValueError("keep and recall are given: allowed is one of them")
+        raise ValueError(f"keep={keep!r} and recall={recall!r}: allowed is one of them")
     if recall is None:
         keep = 0.5 if keep is None else keep
         check(is_number(keep) and 0 < keep < 1, "keep", keep, "between 0 and 1, both excluded")

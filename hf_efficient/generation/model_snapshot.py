@@ -32,6 +32,7 @@ _UNUSED_BY_FORWARDS = (GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 _WRAPPERS = staticmethod, classmethod, property, functools.cached_property
 _MAX_ITEMS = 1000  # of a user's global container that is looked into
 _MAX_OBJECTS = 100_000  # comparing more would take longer than a forward
+_IS_HEAP_TYPE = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE: a class that Python code made
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _READ_BY_FORWARDS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _FOREIGN = frozenset(("torch", "numpy", "builtins", "functools", "contextlib", "collections", "typing", "logging"))
@@ -365,7 +366,7 @@ def _parts(function: types.FunctionType) -> tuple:
 def _has_state_in_c(cls: type) -> bool:
     """Whether objects of a class have state outside their `__dict__`: in slots, or in a C extension."""
     return any(
-        "__slots__" in vars(base) and vars(base)["__slots__"] or not base.__flags__ & (1 << 9)
+        "__slots__" in vars(base) and vars(base)["__slots__"] or not base.__flags__ & _IS_HEAP_TYPE
         for base in cls.__mro__[:-1]
     )
 

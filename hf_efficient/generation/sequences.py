@@ -258,21 +258,15 @@ class Sequences:
 
         Returns the tokens appended to each sequence, and how many drafts each had accepted and proposed.
         """
-        width = tokens.shape[1]
         if self.pads_finished and any(self.stopped_at):
             has_ended = [[self.stopped_at[b] is not None] for b in self.live]
             tokens = torch.where(torch.tensor(has_ended, device=self.device), self.padding, tokens)
-        if read is None and accepted is not None and self.device.type == "cpu":
-            host = [[*row[:2], *row[2]] for row in zip(accepted.tolist(), counts.tolist(), tokens.tolist())]
-        elif read is None and accepted is not None:
-            host = torch.cat([accepted[:, None], counts[:, None], tokens], 1).tolist()
-        else:
-            host = [[0, 0, *row] for row in (tokens.tolist() if read is None else read)]
+        hits, proposed, ids = self._on_host(tokens, accepted, counts, read)
         kept = []
-        for b, length, row in zip(self.live, self.lengths, host):
-            keep = min(row[0] + 1, self.max_length - length) if self.unfinished(b) else 0
+        for b, length, hit, row in zip(self.live, self.lengths, hits, ids):
+            keep = min(hit + 1, self.max_length - length) if self.unfinished(b) else 0
             if self.stopped_at[b] is None:
-                ends = next((i + 1 for i in range(keep) if row[2 + i] in self.eos), None)
+                ends = next((i + 1 for i in range(keep) if row[i] in self.eos), None)
                 if ends or length + keep == self.max_length:
                     keep = ends or keep
                     self._stop(b, length + keep)
@@ -283,8 +277,8 @@ class Sequences:
         if self.criteria:
             self.write(tokens)
             self._apply_criteria(kept)
-        new = [row[2 : 2 + count] for row, count in zip(host, kept)]
-        width = max(width, self._written)  # a drafter may have written more than was verified
+        new = [row[:count] for row, count in zip(ids, kept)]
+        width = max(tokens.shape[1], self._written)  # a drafter may have written more than was verified
         if self.device.type == "cpu":
             self._reserve(width)
             whole = self.tokens.numpy()
@@ -300,7 +294,17 @@ class Sequences:
             if some:
                 self.generated[b] += len(some)
                 self.newest[b] = some[-1]
-        return new, [min(row[0], count) for row, count in zip(host, kept)], [row[1] for row in host]
+        return new, list(map(min, hits, kept)), proposed
+
+    def _on_host(self, tokens, accepted, counts, read) -> tuple[list[int], list[int], list[list[int]]]:
+        """`accepted`, `counts` and `tokens`, as in `extend`, in lists."""
+        if accepted is None:
+            nothing = [0] * len(tokens)
+            return nothing, nothing, tokens.tolist() if read is None else read
+        if self.device.type == "cpu":
+            return accepted.tolist(), counts.tolist(), tokens.tolist()
+        rows = torch.cat([accepted[:, None], counts[:, None], tokens], 1).tolist()
+        return [row[0] for row in rows], [row[1] for row in rows], [row[2:] for row in rows]
 
     def unfinished(self, b: int) -> bool:
         """Whether sequence b of the batch still grows."""

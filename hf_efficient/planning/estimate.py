@@ -127,7 +127,7 @@ def estimate(
             f"quantization={kind}: must be a WeightOnlyConfig, W8A8Config, BitNetConfig, SparseConfig or None"
         )
     if price_per_hour is not None and device is None:
-        raise ValueError("price_per_hour needs a device")
+        raise ValueError(f"price_per_hour={price_per_hour!r}: needs a device; give device, or leave it out")
     if memory is not None:
         memory = parse_bytes("memory", memory)
     if device is not None and not isinstance(device, Device):

@@ -39,7 +39,7 @@ NO_MODULE = hf_efficient.WeightOnlyConfig(modules_to_not_convert=["nowhere"])
         (LLAMA, {"dtype": "int8"}, "dtype='int8'"),
         (LLAMA, {"device": "abacus"}, "device='abacus' is not known: it must be 'measured' or one of h100"),
         (LLAMA, {"price_per_hour": -1, "device": "h100"}, "price_per_hour=-1"),
-        (LLAMA, {"price_per_hour": 1}, "price_per_hour needs a device"),
+        (LLAMA, {"price_per_hour": 1}, "price_per_hour=1: needs a device"),
         (LLAMA, {"memory": "lots", "device": "h100"}, "memory='lots'"),
         (LLAMA, {"quantization": "int4"}, "quantization=str"),
         (LLAMA, {"quantization": NO_MODULE}, "'nowhere' matches no"),

@@ -158,7 +158,7 @@ def test_recorded_decoding_writes_the_same_tokens(tier):
     "name, options, message",
     [
         ("llama", dict(keep=1.0), "keep=1.0 is not supported: it must be between 0 and 1"),
-        ("llama", dict(keep=0.5, recall=0.9), "allowed is one of them"),
+        ("llama", dict(keep=0.5, recall=0.9), "keep=0.5 and recall=0.9: allowed is one of them"),
         ("llama", dict(recall=0), "recall=0 is not supported"),
         ("llama", dict(rank=65), "rank=65 is not supported: it must be at most 64"),
         ("llama", dict(rank=0.5), "must be an integer"),

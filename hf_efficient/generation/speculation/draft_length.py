@@ -213,9 +213,8 @@ class DraftLengthPolicy:
             self.mean_predicted = DRAFT_DECAY * self.mean_predicted + (1 - DRAFT_DECAY) * self.predicted
         curve = statistics.draft_seconds
         is_first, self.has_drafted = not self.has_drafted, self.has_drafted or self.chosen_depth > 0
-        if (
-            self.chosen_depth and is_first and self._is_draft_steady
-        ):  # drafters may read the prompts in their first proposal
+        # drafters may read the prompts in their first proposal
+        if self.chosen_depth and is_first and self._is_draft_steady:
             statistics.prompt_seconds = self.prompt_seconds + max(0.0, draft_seconds - curve.at(self.chosen_depth))
             if curve.largest:
                 draft_seconds = curve.at(self.chosen_depth)
