@@ -54,13 +54,15 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import harness
 import torch
 from harness import load, rounded
 from speculation_model import add_model
-from speculation_texts import CHAT, ceiling, copied, copying, long_contexts
+from speculation_texts import CHAT, copying, long_contexts, rows_of, traits_of
 
 import hf_efficient
 from hf_efficient.evaluation import environment, samples
@@ -73,6 +75,26 @@ GUESSES, THEIRS = 32, (10, 32)  # prompt_lookup_num_tokens: as many as we may, a
 NEW = {"copying": 512, "long": 256, "chat": 128}
 PARTS = ("copying-1", "copying-8", "long-1", "chat-1", "chat-8")
 WARM_UPS, COUNTED = 2, ("draft_seconds", "verify_seconds", "host_seconds")
+
+
+class Way(NamedTuple):
+    """A way to generate. plain: the way whose tokens are the right ones. most: its largest batch."""
+
+    plain: str
+    most: int
+    generate: Callable
+
+
+class Measured(NamedTuple):
+    """seconds: [repeats][batches]. ids, counts, forwards: of the last repeat, the output of each batch, what our loop
+    counted, and the seconds of its forwards. around: [repeats][batches], the mean seconds of the plain calls right
+    before and right after a call, if there were any."""
+
+    seconds: list
+    ids: list
+    counts: list
+    forwards: list
+    around: list
 
 
 def instrument(model) -> tuple[list[float], list[SpeculativeOutput]]:
@@ -96,9 +118,8 @@ def instrument(model) -> tuple[list[float], list[SpeculativeOutput]]:
     return seconds, counts
 
 
-def ways_to_generate(heads: Path | None, bits: int) -> tuple[dict, tuple]:
-    """name -> (plain way whose tokens are the right ones, largest batch, generate(**inputs)); and what `instrument`
-    collects of our model."""
+def ways_to_generate(heads: Path | None, bits: int) -> tuple[dict[str, Way], tuple]:
+    """The ways by name, and what `instrument` collects of our model."""
     quantized = {}
     if bits == 4:
         head = {"quantize_lm_head": True, "overrides": {"lm_head": {"bits": 8}}}
@@ -132,27 +153,27 @@ def ways_to_generate(heads: Path | None, bits: int) -> tuple[dict, tuple]:
         return lambda **inputs: model().generate(**inputs, prompt_lookup_num_tokens=guesses)
 
     found = {
-        "generate": ("generate", 8, ours.generate),
-        "prompt_lookup": ("generate", 8, looking_up(lambda: ours, GUESSES)),
+        "generate": Way("generate", 8, ours.generate),
+        "prompt_lookup": Way("generate", 8, looking_up(lambda: ours, GUESSES)),
         # new ones each time, as they learn the answers
-        "token_recycling": ("generate", 8, drafted(hf_efficient.TokenRecycling)),
-        "both": ("generate", 8, drafted(both)),
-        "self_speculation": ("generate", 8, drafted(lambda: itself)),
-        "assistant": ("generate", 8, assisted(lambda: ours, "flash_paged")),
-        "transformers": ("transformers", 8, lambda **inputs: theirs().generate(**inputs)),
-        **{f"transformers prompt_lookup {n}": ("transformers", 1, looking_up(theirs, n)) for n in THEIRS},
-        "transformers assistant": ("transformers", 1, assisted(theirs, "sdpa")),
+        "token_recycling": Way("generate", 8, drafted(hf_efficient.TokenRecycling)),
+        "both": Way("generate", 8, drafted(both)),
+        "self_speculation": Way("generate", 8, drafted(lambda: itself)),
+        "assistant": Way("generate", 8, assisted(lambda: ours, "flash_paged")),
+        "transformers": Way("transformers", 8, lambda **inputs: theirs().generate(**inputs)),
+        **{f"transformers prompt_lookup {n}": Way("transformers", 1, looking_up(theirs, n)) for n in THEIRS},
+        "transformers assistant": Way("transformers", 1, assisted(theirs, "sdpa")),
     }
     if bits == 4:
         for name in ("self_speculation", "assistant", "transformers assistant"):
             del found[name]
     if heads is not None:
         trained = hf_efficient.DraftHeads.from_pretrained(heads)
-        found["heads"] = ("generate", 8, drafted(lambda: trained))
+        found["heads"] = Way("generate", 8, drafted(lambda: trained))
         if hasattr(trained, "matrices"):
             rounded = hf_efficient.DraftHeads.from_pretrained(heads)
             rounded.bits = 4
-            found["heads int4"] = ("generate", 8, drafted(lambda: rounded))
+            found["heads int4"] = Way("generate", 8, drafted(lambda: rounded))
     return found, instrument(ours)
 
 
@@ -169,11 +190,9 @@ def about_heads(folder: Path) -> dict:
 
 
 def measure(
-    found: dict, noted: tuple, batches: list[dict], new: int, repeats: int, warm_ups: int, pairs: bool = False
-) -> dict:
-    """name -> seconds [repeats][batches], and of the last repeat ids [batches], what our loop counted [batches], and
-    the seconds of its forwards [batches][...]; then, if there are `pairs`, the seconds of plain calls
-    [repeats][batches]: the mean of the one right before each call and the one right after it."""
+    found: dict[str, Way], noted: tuple, batches: list[dict], new: int, repeats: int, warm_ups: int, pairs: bool
+) -> dict[str, Measured]:
+    """By name. pairs: plain calls run before and after each call."""
     forwards, counts = noted
     options = dict(max_new_tokens=new, do_sample=False)
     seconds, around = ({name: [[] for _ in range(repeats)] for name in found} for _ in range(2))
@@ -184,16 +203,16 @@ def measure(
         ids = generate(**inputs, **options)
         return time.perf_counter() - start, ids
 
-    plain = found["generate"][2]
+    plain = found["generate"].generate
     for repeat in range(-warm_ups, repeats):
         for index, inputs in enumerate(batches):
             before = timed(plain, inputs)[0] if pairs and repeat >= 0 else None
-            for name, (_, _, generate) in list(found.items())[:: -1 if repeat % 2 else 1]:
+            for name, way in list(found.items())[:: -1 if repeat % 2 else 1]:
                 if repeat < 0 and (index > 0 or repeat < -1) and name.startswith("transformers"):
                     continue
                 forwards.clear()
                 counts.clear()
-                passed, outputs[name][index] = timed(generate, inputs)
+                passed, outputs[name][index] = timed(way.generate, inputs)
                 inside[name][index], counted[name][index] = list(forwards), counts[-1] if counts else None
                 if repeat >= 0:
                     seconds[name][repeat].append(passed)
@@ -201,20 +220,14 @@ def measure(
                     after = timed(plain, inputs)[0]
                     around[name][repeat].append((before + after) / 2)
                     before = after
-    return {name: (seconds[name], outputs[name], counted[name], inside[name], around[name]) for name in found}
+    return {name: Measured(*(each[name] for each in (seconds, outputs, counted, inside, around))) for name in found}
 
 
-def rows_of(ids: torch.Tensor, inputs: dict, end: int) -> list[list[int]]:
-    """The generated tokens of each row, up to and with the end of sequence."""
-    rows = ids[:, inputs["input_ids"].shape[1] :].tolist()
-    return [row[: row.index(end) + 1] if end in row else row for row in rows]
-
-
-def record(kind: str, size: int, name: str, measured: dict, right: str, batches: list[dict], end: int) -> dict:
-    """One record, without the ratios."""
+def record(kind: str, size: int, name: str, measured: dict, plain: str, batches: list[dict], end: int) -> dict:
+    """One record, without the ratios. plain: the way whose tokens are the right ones."""
     seconds, outputs, counted, inside, _ = measured[name]
     rows = [row for output, inputs in zip(outputs, batches) for row in rows_of(output, inputs, end)]
-    expected = [row for output, inputs in zip(measured[right][1], batches) for row in rows_of(output, inputs, end)]
+    expected = [row for output, inputs in zip(measured[plain].ids, batches) for row in rows_of(output, inputs, end)]
     tokens = sum(map(len, rows))
     median, sums = sum(map(statistics.median, zip(*seconds))), [*map(sum, seconds)]
     line = {
@@ -291,17 +304,6 @@ def goals(lines: list[dict]) -> list[tuple]:
     return rows
 
 
-def traits_of(batches: list[dict], outputs: list, end: int) -> dict:
-    """How much of each plain answer was copied, and its tokens per step at most."""
-    shares, most = [], []
-    for inputs, output in zip(batches, outputs):
-        for ids, mask, answer in zip(inputs["input_ids"], inputs["attention_mask"], rows_of(output, inputs, end)):
-            prompt = ids[mask.bool()].tolist()
-            shares.append(copied(prompt, answer))
-            most.append((len(answer) - 1) / ceiling(prompt, answer))
-    return {"copied": shares, "ceiling": most}
-
-
 def others(output: Path, settings: dict, about: dict, parts: list[str], ways) -> tuple[list[dict], dict]:
     """The records and answers of the other parts and ways that `output` holds from before."""
     before = harness.read(output, {})
@@ -351,10 +353,10 @@ def main() -> None:
         apart = chats[:: max(1, len(chats) // options.prompts)][: options.prompts]
         groups = [[chat] for chat in apart] if size == 1 else [chats]
         batches = [dict(tokenizer.apply_chat_template(group, **template)) for group in groups]
-        ways = {name: way for name, way in found.items() if way[1] >= size}
+        ways = {name: way for name, way in found.items() if way.most >= size}
         measured = measure(ways, noted, batches, new, repeats, 1 if options.quick else WARM_UPS, bool(options.calls))
         end = tokenizer.eos_token_id
-        some = [record(kind, size, name, measured, ways[name][0], batches, end) for name in ways]
+        some = [record(kind, size, name, measured, ways[name].plain, batches, end) for name in ways]
         speed = {line["way"]: line["tokens_per_s"]["median"] for line in some}
         decoded = next(line["decoded_tokens_per_s"] for line in some if line["way"] == "generate")
         for line in some:
@@ -362,13 +364,13 @@ def main() -> None:
             line["ratio"] = {name: speed[line["way"]] / speed[name] for name in plain}
             line["command"] = about["command"]
             if options.calls:
-                line["calls"] = gains_of_calls(measured[line["way"]][4], measured[line["way"]][0])
+                line["calls"] = gains_of_calls(measured[line["way"]].around, measured[line["way"]].seconds)
             if "decoded_tokens_per_s" in line:
                 line["decoding_ratio"] = line["decoded_tokens_per_s"] / decoded
                 add_model(line, next(each for each in some if each["way"] == "generate"))
             print(json.dumps(rounded(line)), flush=True)
         lines += some
-        traits[part] = traits_of(batches, measured["generate"][1], end)
+        traits[part] = traits_of(batches, measured["generate"].ids, end)
         print(part, json.dumps(rounded(traits[part])), flush=True)
     reached = harness.goals(goals(lines), not options.quick)
     harness.print_goals(reached)

@@ -6,9 +6,12 @@ import shlex
 import statistics
 import textwrap
 
+import torch
+
 from hf_efficient.evaluation import samples
 
 
+RUN = 8  # tokens in a row, by which an answer is known to copy
 CHAT = (
     "Why is the sky blue? Explain it to a child.",
     "Write a short story about a lighthouse keeper who finds a letter.",
@@ -56,11 +59,11 @@ def long_contexts(tokenizer) -> list[str]:
     ]
 
 
-def copied(prompt: list[int], answer: list[int], run: int = 8) -> float:
-    """The share of the answer that stands in the prompt within `run` tokens in a row."""
-    there = {tuple(prompt[i : i + run]) for i in range(len(prompt) - run + 1)}
-    found = [tuple(answer[i : i + run]) in there for i in range(len(answer))]
-    return statistics.mean(any(found[max(0, i - run + 1) : i + 1]) for i in range(len(answer)))
+def copied(prompt: list[int], answer: list[int]) -> float:
+    """The share of the answer that stands in the prompt within `RUN` tokens in a row."""
+    there = {tuple(prompt[i : i + RUN]) for i in range(len(prompt) - RUN + 1)}
+    found = [tuple(answer[i : i + RUN]) in there for i in range(len(answer))]
+    return statistics.mean(any(found[max(0, i - RUN + 1) : i + 1]) for i in range(len(answer)))
 
 
 def ceiling(prompt: list[int], answer: list[int]) -> int:
@@ -76,3 +79,20 @@ def ceiling(prompt: list[int], answer: list[int]) -> int:
         at += 1 + (longest if longest >= 3 else 0)
         steps += 1
     return steps
+
+
+def rows_of(ids: torch.Tensor, inputs: dict, end: int) -> list[list[int]]:
+    """The generated tokens of each row, up to and with the end of sequence."""
+    rows = ids[:, inputs["input_ids"].shape[1] :].tolist()
+    return [row[: row.index(end) + 1] if end in row else row for row in rows]
+
+
+def traits_of(batches: list[dict], outputs: list, end: int) -> dict:
+    """How much of each plain answer was copied, and its tokens per step at most."""
+    shares, most = [], []
+    for inputs, output in zip(batches, outputs):
+        for ids, mask, answer in zip(inputs["input_ids"], inputs["attention_mask"], rows_of(output, inputs, end)):
+            prompt = ids[mask.bool()].tolist()
+            shares.append(copied(prompt, answer))
+            most.append((len(answer) - 1) / ceiling(prompt, answer))
+    return {"copied": shares, "ceiling": most}
