@@ -39,11 +39,13 @@ MOST_ERROR = 0.02  # relative RMS: rounding to bfloat16 gives about 0.003, a wro
 OPTIONAL = {
     "matplotlib": "plots of run and bench (extra demo)",
     "jinja2": "model cards (extra demo)",
-    "gguf": "the sample model of demo (extra demo)",
+    "gguf": "GGUF files, and the sample model of demo (extra demo)",
+    "datasets": "calibration with a dataset of the Hub",
     "peft": "adapters (extra peft)",
     "optimum": "optimum-cli (extra optimum)",
     "bitsandbytes": "the optimizer adamw_8bit (extra bitsandbytes)",
-    "kernels": "kernels from the Hub",
+    "lm_eval": "tasks of evaluate (extra evaluate)",
+    "shtab": "completion of the command line (extra cli)",
 }
 VARIABLES = {
     "HF_HUB_OFFLINE": "nothing is downloaded",
@@ -57,6 +59,7 @@ VARIABLES = {
     "KMP_AFFINITY": "which CPUs threads run on",
     "CXX": "the C++ compiler of the CPU kernels",
     "HF_EFFICIENT_CPU": "the instructions of the CPU kernels",
+    "HF_EFFICIENT_LAYOUT_CACHE": "where layouts of saved checkpoints are kept",
     "CUDA_VISIBLE_DEVICES": "which GPUs are seen",
     "HIP_VISIBLE_DEVICES": "which GPUs are seen",
     "TRITON_CACHE_DIR": "where compiled Triton kernels are kept",

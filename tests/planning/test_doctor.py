@@ -1,13 +1,15 @@
 """Each finding of `hf-efficient doctor` can appear, and nothing is broken on the machine that runs the tests."""
 
+import importlib.metadata
 import json
 import types
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from hf_efficient.cli import main
-from hf_efficient.kernels.native import tiers
+from hf_efficient.kernels.native import layout_cache, tiers
 from hf_efficient.planning import doctor
 
 
@@ -67,6 +69,14 @@ def test_absent_optional_packages_are_named_and_not_broken(monkeypatch):
     monkeypatch.setattr(doctor, "installed_version", lambda name: None if name == "optimum" else "99")
     finding = found(doctor.check_optional_packages, "optimum")
     assert (finding.status, finding.what) == ("ok", "not installed") and "extra optimum" in finding.why
+
+
+def test_packages_of_the_users_extras_and_our_variables_are_known():
+    needs = [need for need in map(Requirement, importlib.metadata.requires("hf_efficient")) if need.marker]
+    optional = [need for need in needs if not need.marker.evaluate({"extra": ""})]
+    for extra in ("bitsandbytes", "cli", "demo", "evaluate", "optimum", "peft"):
+        assert {need.name for need in optional if need.marker.evaluate({"extra": extra})} <= doctor.OPTIONAL.keys()
+    assert {tiers.VARIABLE, layout_cache.VARIABLE} <= doctor.VARIABLES.keys()
 
 
 def test_registration_that_fails(monkeypatch):
