@@ -63,7 +63,8 @@ def flash_paged_attention_forward(
         # pass it one more, but T5Gemma forgets.
         sliding_window += 1
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, sliding_window - 1)
-    options = dict(softmax_scale=scaling, causal=is_causal, window_size=window, softcap=softcap or 0.0, s_aux=s_aux)
+    unmasked = dict(softmax_scale=scaling, softcap=softcap or 0.0, s_aux=s_aux)
+    options = dict(**unmasked, causal=is_causal, window_size=window)
     if request_pages is not None:
         return request_pages.attend(module.layer_idx, query, key_, value, **options), None
     handle = getattr(key, PAGES, None)
@@ -77,47 +78,46 @@ def flash_paged_attention_forward(
             options["distance_bias"] = _distance_bias(position_bias, handle)
         output = handle.attend(query, key_, value, attention_mask, **options)
         if seen is not None:
-            options = dict(softmax_scale=scaling, softcap=softcap or 0.0, s_aux=s_aux)
-            output = _with_trailing_padding(output, query, attention_mask, handle, options)
+            output = _with_trailing_padding(output, query, attention_mask, handle, unmasked)
         return output.contiguous(), None
     if position_bias is not None:
         raise ValueError('position_bias: flash_paged adds none to its scores; use attn_implementation="sdpa"')
     if seen is not None:
-        options = dict(softmax_scale=scaling, softcap=softcap or 0.0, s_aux=s_aux)
-        output = torch_cpu.attend(query, key_, value, mask=torch_cpu.additive(seen[:, 0]), **options)
+        output = torch_cpu.attend(query, key_, value, mask=torch_cpu.additive(seen[:, 0]), **unmasked)
         return output.contiguous(), None
-    utils, paged_attention_cache, _ = _transformers()
+    paged_attention_cache = _transformers()[1]
     if isinstance(cache, paged_attention_cache):
         output = continuous_batching.attend_pages(cache, module.layer_idx, query, key_, value, **options, **kwargs)
         if output is not None:
             return output, None
         new = dict(key_states=key_, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
         key_, value = paged_attention_cache.update(cache, **new)  # that of `FormattedCache` waits for this call
+    name = module.config._attn_implementation
+    kwargs |= dict(dropout=dropout, softcap=softcap, sliding_window=sliding_window)
+    kwargs["attn_implementation"] = name if name in api.ATTENTION_NAMES else api.ATTENTION_NAMES[0]
+    return _attend_contiguous(query, key_, value, attention_mask, starts, options, kwargs), None
+
+
+def _attend_contiguous(query, key, value, attention_mask, starts, options: dict, kwargs: dict) -> torch.Tensor:
+    """Attention [B, S, Hq, Dv] over keys that lie in no pages. starts: cu_seqlens of packed sequences, where they are
+    known. options: of `kernels.attention.api`. kwargs: of transformers' function that unpads."""
     if attention_mask is None and kwargs.get("cu_seq_lens_q") is None and not torch.compiler.is_compiling():
         positions = kwargs.pop("position_ids", None)
-        if starts is None and key_.shape[2] == query.shape[2] and len(query) == 1:
+        if starts is None and key.shape[2] == query.shape[2] and len(query) == 1:
             starts = masks.row_starts(positions, query.shape[2])
         if starts is not None:
-            return _attend_packed(query, key_, value, starts, **options), None
-    if attention_mask is not None and not is_causal and sliding_window is None:
-        return _attend_all_queries(query, key_, value, attention_mask, **options), None
-    name = module.config._attn_implementation
-    output = utils._flash_attention_forward(
-        query.transpose(1, 2),
-        key_.transpose(1, 2),
-        value.transpose(1, 2),
+            return _attend_packed(query, key, value, starts, **options)
+    if attention_mask is not None and not options["causal"] and kwargs["sliding_window"] is None:
+        return _attend_all_queries(query, key, value, attention_mask, **options)
+    return _transformers()[0]._flash_attention_forward(
+        *(x.transpose(1, 2) for x in (query, key, value)),
         attention_mask,
         query_length=query.shape[2],
-        is_causal=is_causal,
-        dropout=dropout,
-        softmax_scale=scaling,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        s_aux=s_aux,
-        attn_implementation=name if name in api.ATTENTION_NAMES else api.ATTENTION_NAMES[0],
+        is_causal=options["causal"],
+        softmax_scale=options["softmax_scale"],
+        s_aux=options["s_aux"],
         **kwargs,
     )
-    return output, None
 
 
 def _distance_bias(position_bias: torch.Tensor, handle) -> torch.Tensor:
