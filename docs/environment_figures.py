@@ -70,9 +70,8 @@ def import_time() -> str:
     rows = []
     for found in load("import_time")["results"].values():
         seconds = found["seconds"]
-        added = max(
-            0.0, seconds["transformers and hf_efficient"] - seconds["transformers"]
-        )  # medians may change places
+        # medians may change places
+        added = max(0.0, seconds["transformers and hf_efficient"] - seconds["transformers"])
         model, with_model = seconds["a model"], seconds["a model and hf_efficient"]
         plain = [f"{value:.2f}" for value in (seconds["transformers"], added, model, with_model - model)]
         rows.append([found["versions"]["transformers"], *plain])

@@ -163,9 +163,8 @@ class PagedLayer(CacheLayerMixin):
         """Columns seen: tokens and, under the paged attention, padding. In a decode step an int64 [] tensor, which a
         compiled graph reads anew every time."""
         state = self.state
-        if (
-            not self.is_initialized
-        ):  # also a layer that the model passes over, which sees nothing in transformers' caches
+        # also a layer that the model passes over, which sees nothing in transformers' caches
+        if not self.is_initialized:
             return 0
         if state.decode_plan is not None:
             return self.tables.columns

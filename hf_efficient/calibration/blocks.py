@@ -148,9 +148,8 @@ class Chain:
         for batch in range(batches):
             kept.next_batch()
             recorded: list[tuple[tuple, dict]] = []
-            produced: dict[
-                int, tuple[Produced, Any]
-            ] = {}  # by id; the object is kept alive so that its id stays its own
+            # by id; the object is kept alive so that its id stays its own
+            produced: dict[int, tuple[Produced, Any]] = {}
 
             def stand_in(index, batch=batch, recorded=recorded, produced=produced):
                 def forward(*args, **kwargs):

@@ -34,9 +34,8 @@ def load_tokens(config: CalibrationConfig, tokenizer) -> torch.Tensor:
     wanted, found, text = config.num_samples * config.sequence_length, [], ""
     for document in _documents(config):
         text += document + _SEPARATOR
-        if len(text) >= 4 * (
-            wanted - len(found)
-        ):  # assumes at least 4 characters a token; more is read if that was not enough
+        # assumes at least 4 characters a token; more is read if that was not enough
+        if len(text) >= 4 * (wanted - len(found)):
             found += _encode(tokenizer, text)
             text = ""
         if len(found) >= wanted:

@@ -21,12 +21,8 @@ from hf_efficient.formats.transformed import TransformedFormat
 from hf_efficient.observers.hooks import watching_outputs
 
 
-_HEAD_DIMS = (
-    "head_dim",
-    "v_head_dim",
-    "attention_head_size",
-    "head_size",
-)  # what attention modules call the width of a head
+# what attention modules call the width of a head
+_HEAD_DIMS = ("head_dim", "v_head_dim", "attention_head_size", "head_size")
 
 
 class Producer:

@@ -141,11 +141,8 @@ class BlockwiseModel:
     def __init__(self, model: nn.Module, batches: list[dict[str, torch.Tensor]], targets: Iterable[str]):
         self.model, self.batches, self.chains = model, batches, []
         example = batches[0]
-        if set(example) <= {
-            "input_ids",
-            "decoder_input_ids",
-            "attention_mask",
-        }:  # a short piece of text shows the same calls
+        # a short piece of text shows the same calls
+        if set(example) <= {"input_ids", "decoder_input_ids", "attention_mask"}:
             example = {name: value[:1, :16] for name, value in example.items()}
         self.chains, self.outside = find_chains(model, targets, lambda: self._call(example))
 

@@ -95,9 +95,8 @@ class ModelDrafts(RequestDrafts):
             if count and request.id in self._reads:
                 read = self._reads[request.id]
                 read.accepted = DRAFT_DECAY * read.accepted + hits
-                read.proposed = DRAFT_DECAY * read.proposed + min(
-                    hits + 1, count
-                )  # those after a rejected one: unknown
+                # those after a rejected one: unknown
+                read.proposed = DRAFT_DECAY * read.proposed + min(hits + 1, count)
         super().learn(requests, proposed, accepted, tokens)
 
 

@@ -99,9 +99,8 @@ def _least_squares_scales(
         curvature = ((codes @ hessian[columns, columns]) * codes).sum(1)
         new = stored(old + slope / curvature, weight.dtype)
         step = new.float() - old
-        better = (new > 0) & (
-            step * (step * curvature - 2 * slope) < 0
-        )  # False (NaN) where no output depends on the group
+        # False (NaN) where no output depends on the group
+        better = (new > 0) & (step * (step * curvature - 2 * slope) < 0)
         step = torch.where(better, step, 0)
         scale[:, group] = torch.where(better, new, scale[:, group])
         error[:, columns].addcmul_(codes, step[:, None], value=-1)

@@ -45,10 +45,8 @@ def clipped_grid(weight: torch.Tensor, format: AffineFormat, importance: torch.T
             search.offer(scale, full_zero)
             continue
         widening = full / scale.float()
-        low, high = (
-            full_zero * widening,
-            format.levels - (format.levels - full_zero) * widening,
-        )  # zero points that keep the lower and the upper end
+        # zero points that keep the lower and the upper end
+        low, high = full_zero * widening, format.levels - (format.levels - full_zero) * widening
         for side in _SIDES:
             search.offer(scale, torch.lerp(low, high, side).round_().clamp_(0, format.levels))
     for _ in range(_POLISH):

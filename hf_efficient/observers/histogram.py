@@ -20,9 +20,8 @@ class Histogram:
 
     def __init__(self, low: torch.Tensor, high: torch.Tensor):
         self.low, self.high = low, high
-        self.limit = torch.maximum(-low, high).double().clamp_min(_TINY) * (
-            1 + 2.0**-20
-        )  # so that no value is at the limit
+        # so that no value is at the limit
+        self.limit = torch.maximum(-low, high).double().clamp_min(_TINY) * (1 + 2.0**-20)
         self.counts = torch.zeros(len(low), 2 * BINS, dtype=torch.int64, device=low.device)
 
     @property

@@ -342,9 +342,8 @@ def test_copies_that_are_late(model, monkeypatch, tmp_path, disk):
     copy_now = tiered_store._copy
 
     def late(destinations, sources, blocks, device):
-        if (
-            destinations["keys"].shape[0] < sources["keys"].shape[0]
-        ):  # to the host: the device keeps the pages till then
+        # to the host: the device keeps the pages till then
+        if destinations["keys"].shape[0] < sources["keys"].shape[0]:
             sources = {name: tensor.clone() for name, tensor in sources.items()}
         queue.append(lambda: copy_now(destinations, sources, blocks, device))
         return int(blocks.sum()) * BLOCK_BYTES, Event()

@@ -62,12 +62,8 @@ def test_a_cut_prompt_sees_the_pages_and_the_first_block_as_it_was(llama, kv_for
     llama.set_attn_implementation(implementation)
     prefix, source, settled = stored(llama, kv_format, IDS[:2])
     assert settled == 192
-    for length, shared in (
-        (250, 250),
-        (150, 100),
-        (178, 178),
-        (18, 18),
-    ):  # whole, parting in a block, cut in one, in the first
+    # whole, parting in a block, cut in one, in the first
+    for length, shared in ((250, 250), (150, 100), (178, 178), (18, 18)):
         ids = torch.cat([IDS[:2, :shared], IDS[2:, shared:length].expand(2, -1)], 1)
         cut = min(settled, shared // SIZE * SIZE, length - 3)
         before, cache = prefix.stats()["skipped_tokens"], new_cache(llama, kv_format, prefix)
@@ -151,7 +147,6 @@ def test_memory_is_that_of_the_codes_and_of_each_beginning(llama):
     prefix, cache, _ = stored(llama, "int4", IDS[:2], 24)
     assert prefix.stats()["used_blocks"] == 24
     full = 2 * 2 * SIZE * 2 * 16 * 4  # layers, keys and values, tokens, heads, dims, bytes
-    codes = (
-        2 * 2 * SIZE * 2 * (16 / 2 + 2 * 2)
-    )  # and scale and minimum of each token, or of 16 channels of a group of 16
+    # codes, scale and minimum of each token, or of 16 channels of a group of 16
+    codes = 2 * 2 * SIZE * 2 * (16 / 2 + 2 * 2)
     assert prefix.stats()["bytes"] == 24 * codes + 2 * full

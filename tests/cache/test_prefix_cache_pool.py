@@ -142,9 +142,8 @@ def test_in_inference_mode_and_outside(llama):
     for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
         with mode():
             assert torch.equal(generate(llama, inputs, prefix), generate(llama, inputs))
-    assert prefix.stats()["skipped_tokens"] == 2 * (
-        35 + 28 + 16
-    )  # two whole blocks of the shortest sequence, and 19 columns of padding
+    # two whole blocks of the shortest sequence, and 19 columns of padding
+    assert prefix.stats()["skipped_tokens"] == 2 * (35 + 28 + 16)
 
 
 def test_hooks_and_memory_go_with_it():
@@ -169,10 +168,8 @@ def test_hooks_and_memory_go_with_it():
 def test_a_hooked_model_is_copied_and_pickled():
     model = tiny_model("llama")
     prefix = PrefixCache(model, num_blocks=4)
-    copies = (
-        copy.deepcopy(model),
-        pickle.loads(pickle.dumps(model)),
-    )  # before transformers' own hooks, which are not pickled
+    # before transformers' own hooks, which are not pickled
+    copies = (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))
     before, ids = dict(prefix.stats()), torch.arange(3, 40)[None]
     for other in copies:
         logits = other(ids, past_key_values=PagedCache(other.config)).logits

@@ -71,13 +71,8 @@ NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
-MIXED = {
-    "attn_v": "Q6_K",
-    "ffn_down": "Q6_K",
-    "output": "Q6_K",
-    "attn_q": "Q5_K",
-    "token_embd": "Q8_0",
-}  # the rest is Q4_K
+# the rest is Q4_K
+MIXED = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K", "attn_q": "Q5_K", "token_embd": "Q8_0"}
 
 
 def write(path, kinds=MIXED, other="Q4_K", without="", more=(), **overrides):
@@ -160,9 +155,8 @@ def test_damaged_files_are_refused(tmp_path):
     write(tmp_path / "tiny.gguf")
     whole = (tmp_path / "tiny.gguf").read_bytes()
     (tmp_path / "tiny.gguf").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(
-        ValueError, match="cannot reshape array"
-    ):  # of gguf's reader, from which transformers reads the config
+    # of gguf's reader, from which transformers reads the config
+    with pytest.raises(ValueError, match="cannot reshape array"):
         load(tmp_path)
     nan = random_blocks("Q4_K", 256, 256).reshape(256, -1, 144).copy()
     nan[3, 0, :2] = np.frombuffer(np.float16("nan").tobytes(), np.uint8)

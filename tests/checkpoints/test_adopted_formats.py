@@ -56,9 +56,8 @@ def test_layouts_compute_with_the_dequantized_weight(bits, group_size, zero_poin
             x = torch.randn(rows, COLUMNS).to(dtype)
             expected = x.float() @ weight.t()
             largest = expected.abs().max().item() * 0.05
-            tolerance = TOLERANCE[dtype] * (
-                3 if kernels == "torch" else 1
-            )  # torch's operators round scales and zeros, too
+            # torch's operators round scales and zeros, too
+            tolerance = TOLERANCE[dtype] * (3 if kernels == "torch" else 1)
             assert_close(layout.matmul(x).float(), expected, tolerance, largest, REASON)
         kept = layout.canonical() if layout.replaces_qweight else tensors["qweight"]
         assert torch.equal(kept, tensors["qweight"])

@@ -51,14 +51,8 @@ def test_attention_reads_old_tokens_from_pages():
         mask = torch.ones(260, 260, dtype=torch.bool).tril()[None, None]
         assert torch.allclose(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True), out, atol=1e-6)
     stored = [pages.stored_keys(k[:, :, :256], 2, 32), pages.stored_values(v[:, :, :256], 2, 32)]
-    for t, count in (
-        (100, 0),
-        (190, 0),
-        (191, 64),
-        (222, 64),
-        (223, 96),
-        (259, 128),
-    ):  # tokens 32 to count are in pages
+    # tokens 32 to count are in pages
+    for t, count in ((100, 0), (190, 0), (191, 64), (222, 64), (223, 96), (259, 128)):
         both = [x[:, :, : t + 1].detach().clone() for x in (k, v)]
         for x, old in zip(both, stored):
             x[:, :, 32:count] = old[:, :, 32:count]

@@ -14,12 +14,8 @@ from hf_efficient.layers import compress_linear
 
 
 pytestmark = pytest.mark.usefixtures("two_threads")
-SHAPES = [
-    (37, 136),
-    (16, 32),
-    (3, 24),
-    (64, 4224),
-]  # rows that fill no block, columns no step; more columns than a tile
+# rows that fill no block, columns no step; more columns than a tile
+SHAPES = [(37, 136), (16, 32), (3, 24), (64, 4224)]
 ROWS = (1, 2, 7, 45)
 
 

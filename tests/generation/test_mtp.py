@@ -52,12 +52,8 @@ CONFIGS = {
     "Qwen3.5": lambda **more: Qwen3_5TextConfig(**{**TOKENS, **SIZES, **DELTA, **more}),
     "Qwen3.5 MoE": lambda **more: Qwen3_5MoeTextConfig(**{**TOKENS, **SIZES, **DELTA, **SHARED, **more}),
 }
-ONE_LEVEL_UP = (
-    "Mellum",
-    "Qwen3-Next",
-    "Qwen3.5",
-    "Qwen3.5 MoE",
-)  # what stands beside the layer has the names of Qwen3-Next's checkpoint
+# what stands beside the layer has the names of Qwen3-Next's checkpoint
+ONE_LEVEL_UP = ("Mellum", "Qwen3-Next", "Qwen3.5", "Qwen3.5 MoE")
 NAMES = needs_transformers("5.20", "the names of Qwen3-Next's MTP module")
 ROWS = [[5, 9, 30, 77, 12, 4, 99, 100], [8, 3, 21, 54, 60], [17, 90, 91, 92, 13, 14]]
 

@@ -68,9 +68,8 @@ def test_a_resting_drafter_runs_the_forwards_of_a_plain_call(name, target, ran, 
     """Also where sequences end one by one: then nothing is captured that a plain call would not capture."""
     drafter, inputs = drafters(target)[name], left_padded_batch([3, 5, 4, 2, 5, 3, 4, 5])
     options = dict(max_new_tokens=NEW, do_sample=False, stopping_criteria=[Ends(inputs["input_ids"].shape[1])])
-    target.generate(
-        **inputs, **options | dict(max_new_tokens=2), assistant_model=drafter
-    )  # `SelfSpeculation` gets ready
+    # `SelfSpeculation` gets ready
+    target.generate(**inputs, **options | dict(max_new_tokens=2), assistant_model=drafter)
     for _ in range(3):
         ran.clear()
         plain = target.generate(**inputs, **options, custom_generate=speculative_generate)

@@ -189,9 +189,8 @@ def test_manager_streams_and_shares_prefixes(calls, llama):
             assert last.generated_tokens == tokens
     finally:
         manager.stop(block=True)
-    assert (
-        calls["pages"] == 2 * (NEW_TOKENS - 1) + 2 * NEW_TOKENS
-    )  # the second prompt reads pages from its first forward
+    # the second prompt reads pages from its first forward
+    assert calls["pages"] == 2 * (NEW_TOKENS - 1) + 2 * NEW_TOKENS
 
 
 def test_latent_attention_does_not_fit():

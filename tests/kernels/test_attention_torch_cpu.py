@@ -137,9 +137,8 @@ def test_pages(label, width, way, nan_poison):
     )
 
 
-@pytest.mark.parametrize(
-    "size", [8, 48, 64, 256]
-)  # pages shorter and longer than a segment, and that do not divide one
+# pages shorter and longer than a segment, and that do not divide one
+@pytest.mark.parametrize("size", [8, 48, 64, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_page_sizes_and_dtypes(size, dtype, way, nan_poison):
     cache = Cache([700, 0, 33], size, dtype, value_dim=8 if size == 48 else 16)

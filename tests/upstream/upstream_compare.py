@@ -5,11 +5,8 @@ from transformers import GenerationMixin
 from transformers.utils import ModelOutput
 
 
-ROUNDING = {
-    torch.float32: 64,
-    torch.bfloat16: 4,
-    torch.float16: 4,
-}  # a near-tie, in steps of the dtype at the logits' size
+# a near-tie, in steps of the dtype at the logits' size
+ROUNDING = {torch.float32: 64, torch.bfloat16: 4, torch.float16: 4}
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float64: 1e-8}
 
 

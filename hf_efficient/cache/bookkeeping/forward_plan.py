@@ -48,9 +48,8 @@ class ForwardPlan:
         self.width = width
         self.max_length = max(self.lengths)
         self.tables = pool.tables
-        self.is_even = (
-            min(starts) == max(starts) and valid is None
-        )  # every sequence has the same tokens before and after
+        # every sequence has the same tokens before and after
+        self.is_even = min(starts) == max(starts) and valid is None
         self.contiguous_span = self._contiguous_span(pool)
         self._tensors: dict = {}
 

@@ -79,9 +79,8 @@ def _build(anatomy: Anatomy, pruning_plan: PruningPlan, repairs: bool, needs_str
     streams = Streams(anatomy, cutter) if needs_streams else None
     stages = stages_of(streams) if streams else []
     if pruning_plan.basis is None:
-        stages = [
-            names for names in stages if names[0] in anatomy.groups
-        ]  # only readers of units read something smaller
+        # only readers of units read something smaller
+        stages = [names for names in stages if names[0] in anatomy.groups]
     layers = [*pruning_plan.layers, anatomy.shape.num_hidden_layers]
     for position, layer in enumerate(logging.tqdm(pruning_plan.layers, unit="block")):
         kept = pruning_plan.kept(layer, streams)

@@ -110,9 +110,8 @@ class Cutter:
                 else self.basis.cut(gain, 0) * self.basis.scale
             )
             value, axes = gain - offset.to(gain), ()
-        if (
-            owner in self.norm_of and value.ndim == 2
-        ):  # the gain of its norm is folded in, so that rotations pass the norm
+        # the gain of its norm is folded in, so that rotations pass the norm
+        if owner in self.norm_of and value.ndim == 2:
             gain = rms_gain(self.anatomy.module(self.norm_of[owner], dense)) * self.basis.scale
             value = value.to(torch.promote_types(value.dtype, gain.dtype))
             value = value * (gain if input_axis(module) else gain[:, None])

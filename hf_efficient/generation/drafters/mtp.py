@@ -44,9 +44,8 @@ class MultiTokenPrediction(EagleTree):
 
     def check(self, model) -> None:
         self._check_target(model)
-        self.bind(
-            model
-        )  # without a cast: it would reach what is the model's own, and what transformers keeps in float32
+        # without a cast: it would reach what is the model's own, and what transformers keeps in float32
+        self.bind(model)
 
     def bind(self, model) -> None:
         device = self.fuse.device

@@ -149,9 +149,8 @@ def attend_pages(call: AttentionCall, keys: Pages, values: Pages, queries: Query
     """
     batch, width, query_heads, dim = call.q.shape
     size, heads = keys.data.shape[1:3]
-    query = (
-        call.q.transpose(1, 2).float().reshape(batch, heads, -1, dim)
-    )  # query head g, query i of a key head: g * S + i
+    # query head g, query i of a key head: g * S + i
+    query = call.q.transpose(1, 2).float().reshape(batch, heads, -1, dim)
     scale = dim**-0.5 if call.softmax_scale is None else call.softmax_scale
     parts = _PartialResults(query, queries, scale, call.softcap)
     stored = queries.lengths if rings is None else rings[2]

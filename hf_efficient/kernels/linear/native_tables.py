@@ -69,9 +69,8 @@ class NativeCodebookLayout(NativeTableLayout):
         if not serves or qweight.device.type != "cpu" or kernel(bits, CODEBOOK) is None:
             return None
         packed = pack_lines(qweight, bits, in_features, bits)
-        scale = in_blocks(
-            scale if scale.dtype is torch.bfloat16 else scale.float(), len(qweight)
-        ).clone()  # maybe of a larger one
+        # a copy: it may be a part of a larger tensor
+        scale = in_blocks(scale if scale.dtype is torch.bfloat16 else scale.float(), len(qweight)).clone()
         group = in_features if scale.shape[1] == 1 else group_size
         scheme = bits, group, len(qweight), in_features, 0, CODEBOOK
         return cls(packed, scale, table[0].to(dtype).float(), None, scheme, dtype)
