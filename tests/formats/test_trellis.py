@@ -65,10 +65,11 @@ def test_bits_of_a_weight():
 
 
 # The squared error of the best codes there can be is 4 ** -bits. QTIP's table 1 has 0.069 at 2 bits, with 2 ** 16
-# states; ours have 2 ** 14. Shorter steps leave relatively more: the margins are 2 % above what 40,000 numbers gave.
+# states; ours have 2 ** 14. Shorter steps leave relatively more. A first search of 56 bits on either side of the seam,
+# in place of 112, is beyond the limits.
 @pytest.mark.parametrize(
     "bits, limit",
-    [(1.5, 0.145), (2, 0.0740), (2.5, 0.0372), (3, 0.0194), (3.5, 0.0098), (4, 0.0051), (4.5, 0.00262), (5, 0.00138)],
+    [(1.5, 0.142), (2, 0.0719), (2.5, 0.0366), (3, 0.0186), (3.5, 0.0096), (4, 0.0049), (4.5, 0.00255), (5, 0.00133)],
 )
 def test_the_error_of_normal_numbers(bits, limit):
     weight = torch.randn(192, 100, generator=torch.Generator().manual_seed(0))

@@ -15,7 +15,7 @@ from hf_efficient.kernels.native.tiers import once_a_tier
 
 STATES = 1 << STATE_BITS
 FAR, LARGEST_NUMBER, FRACTION = 65535, 255, 7  # as in native/viterbi/viterbi.cpp
-_REACH = 4 * STATE_BITS  # bits on either side of the seam in the first search
+_REACH = 8 * STATE_BITS  # bits on either side of the seam in the first search; with 4, errors are 1 to 3 % larger
 _BYTES_AT_ONCE = 1 << 28  # of choices that the search in torch keeps
 
 
@@ -78,7 +78,7 @@ def search_reference(numbers: torch.Tensor, bits: float) -> tuple[torch.Tensor, 
     padded[:, :rows] = numbers.clamp(-LARGEST_NUMBER, LARGEST_NUMBER).mul(1 << FRACTION).round_()
     codes = []
     for first, end in zip(starts, starts[1:]):
-        step = max(1, _BYTES_AT_ONCE // ((end - first) * STATES))
+        step = max(1, _BYTES_AT_ONCE // (max(end - first, int(2 * _REACH / bits)) * STATES))
         parts = padded[:, first:end].int().split(step)
         codes.append(torch.cat([_codes_of_sequence(part, bits, rows - first) for part in parts]))
     codes = torch.cat(codes, 1)
