@@ -154,7 +154,8 @@ def plain(
     weights = {"num_bits": 8, "type": kind, "symmetric": symmetric, "strategy": strategy}
     weights |= {"block_structure": [128, 128] if strategy == "block" else None}
     activations = {"num_bits": 8, "type": kind, "symmetric": True, "dynamic": dynamic}
-    activations["strategy"] = "token" if dynamic else "tensor"
+    activations["strategy"] = ("group" if strategy == "block" else "token") if dynamic else "tensor"
+    activations["group_size"] = 128 if activations["strategy"] == "group" else None
     numbers = codes.to(dtype) - parts["weight_zero_point"].to(dtype) if not symmetric else codes.to(dtype)
     layout = "naive-quantized" if not inputs else f"{kind}-quantized"
     return parts, numbers * expanded, compressed_tensors_config(layout, weights, activations if inputs else None)
@@ -234,14 +235,14 @@ def compressed_tensors_config(layout, weights, inputs=None):
     }
 
 
-def bitsandbytes_4bit(rows, columns, dtype, table="nf4", block=64, double=False):
+def bitsandbytes_4bit(rows, columns, dtype, table="nf4", block=64, double=False, storage=torch.uint8):
     from hf_efficient.formats.codebook import TABLES
 
     codes, blocks = random_codes(rows, columns, 4), -(-rows * columns // block)
     entries = torch.tensor(TABLES[table])
     state = {"quant_type": table, "blocksize": block, "dtype": str(dtype)[6:], "shape": [rows, columns]}
     flat = codes.flatten().to(torch.uint8)
-    parts = {"weight": (flat[::2] << 4 | flat[1::2])[:, None], "weight.quant_map": entries}
+    parts = {"weight": (flat[::2] << 4 | flat[1::2]).view(storage)[:, None], "weight.quant_map": entries}
     absmax = torch.rand(blocks) * 0.2 + 0.1
     if double:
         state |= {"nested_blocksize": 16, "nested_dtype": "float32", "nested_offset": 0.17}

@@ -1,5 +1,7 @@
 """Checkpoints of other libraries through `from_pretrained`, in layouts written from their definitions."""
 
+import json
+
 import foreign_layouts
 import pytest
 import torch
@@ -10,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_efficient
 from hf_efficient.checkpoints.adopt.awq import AWQ
+from hf_efficient.checkpoints.adopt.compressed_tensors import CompressedTensors
 from hf_efficient.checkpoints.adopt.gptq import GPTQ
 from hf_efficient.experts import EfficientExperts
 from hf_efficient.layers import EfficientLinear
@@ -40,6 +43,7 @@ LAYOUTS = {  # name -> layout, dtype, options
     "nvfp4": ("fp4", WIDE, {}),
     "mxfp4": ("fp4", WIDE, dict(kind="mxfp4")),
     "nf4": ("bitsandbytes_4bit", WIDE, {}),
+    "nf4 in words of bfloat16": ("bitsandbytes_4bit", WIDE, dict(storage=WIDE)),  # some look like NaN
     "nf4 double": ("bitsandbytes_4bit", WIDE, dict(double=True)),
     "fp4": ("bitsandbytes_4bit", WIDE, dict(table="fp4", block=128)),
     "llm_int8": ("bitsandbytes_8bit", HALF, {}),
@@ -117,6 +121,50 @@ def test_gptq_whose_patterns_set_groups_that_do_not_divide_the_inputs(tmp_path):
     model = load(tmp_path)
     for name, weight in weights.items():
         assert torch.equal(model.get_submodule(name).dequantized(dtype=HALF), weight)
+
+
+def converted(reader, layout, dtype, rows=48, columns=64, **options):
+    """(what the reader makes of a weight in 3 bits, what it is)"""
+    parts, weight, saved = layout(rows, columns, dtype, bits=3, **options)
+    format = hf_efficient.WeightOnlyConfig(bits=3, group_size=32, symmetric=options.get("symmetric", False)).format()
+    return format.dequantize(reader(saved).convert(parts, rows, columns, format, dtype), columns, dtype), weight
+
+
+@pytest.mark.parametrize(
+    "reader, layout, dtype", [(GPTQ, foreign_layouts.gptq, HALF), (CompressedTensors, foreign_layouts.packed, WIDE)]
+)
+def test_zero_points_of_3_bits_that_do_not_fill_their_words(reader, layout, dtype):
+    assert torch.equal(*converted(reader, layout, dtype, symmetric=False))
+
+
+@pytest.mark.parametrize("version", ["0.9.0", "6.0.3", "7.0.0"])
+def test_zero_points_of_3_bits_by_gptqmodel(version):
+    """Before version 7 it subtracted these from words of 32 bits; since then one from each zero point."""
+    ones = torch.tensor([0b00100100100100100100100100100100, 0b10010010010010010010010010010010 - 2**32])
+    ones = torch.cat([ones, torch.tensor([0b01001001001001001001001001001001])]).int()
+    is_old = int(version[0]) < 7
+
+    def layout(*args, **options):
+        parts, weight, saved = foreign_layouts.gptq(*args, version="gptq_v2" if is_old else "gptq", **options)
+        if is_old:
+            parts["qzeros"] -= ones.repeat(2)[: parts["qzeros"].shape[1]]
+        meta = {"quantizer": ["optimum:1.24.0", f"gptqmodel:{version}"]}
+        return parts, weight, {**saved, "checkpoint_format": "gptq", "meta": meta}
+
+    for symmetric in (True, False):
+        assert torch.equal(*converted(GPTQ, layout, HALF, rows=64, symmetric=symmetric))
+
+
+def test_an_unknown_version_of_gptqmodel_is_refused_for_3_bits(tmp_path):
+    for bits in (4, 3):
+        foreign_layouts.write(tmp_path, tiny_model("llama", num_hidden_layers=1), foreign_layouts.gptq, HALF, bits=bits)
+        saved = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+        meta = {"quantizer": ["gptqmodel:main"]}
+        foreign_layouts.rewrite_config(tmp_path, quantization_config={**saved, "meta": meta})
+        if bits == 4:
+            load(tmp_path)
+    with pytest.raises(ValueError, match=r"meta\.quantizer=\['gptqmodel:main'\] has no number of a version"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

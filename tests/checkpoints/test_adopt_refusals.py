@@ -96,6 +96,7 @@ CONFIGS = {
         dict(dynamic={"up": {"group_size": "a"}}),
         r"dynamic\['up'\]\.group_size='a' is not",
     ),
+    "gptq rotated": (layouts.gptq, dict(rotation="hadamard"), "rotation='hadamard' is not read"),
     "awq": (layouts.awq, dict(version="gemv"), "version='gemv' is not read"),
     "awq twice": (layouts.awq, dict(format="gemv"), "format='gemv' is not read"),
     "awq bits": (layouts.awq, dict(w_bit=8), "w_bit=8 is not read"),
@@ -113,6 +114,44 @@ def test_configs_that_do_not_fit_are_refused(name, tmp_path, computes_nothing):
     write(tmp_path, layout)
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     layouts.rewrite_config(tmp_path, quantization_config={**config, **changes})
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+TOKEN = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
+BLOCK = {**TOKEN, "strategy": "group", "group_size": 128}
+GROUPS = {  # options of float8 weights, what is changed in their group, what is added beside it, what is said
+    "dynamic tensor": ({}, {**TOKEN, "strategy": "tensor"}, {}, "strategy of channel weights='tensor' is not read"),
+    "no strategy": ({}, {**TOKEN, "strategy": None}, {}, "strategy of channel weights='tensor' is not read"),
+    "dynamic group": ({}, BLOCK, {}, "strategy of channel weights='group' is not read"),
+    "token of blocks": (dict(strategy="block"), TOKEN, {}, "strategy of block weights='token' is not read"),
+    "group of blocks": (dict(strategy="block"), {**BLOCK, "group_size": 64}, {}, "group_size=64 is not read"),
+    "static token": (dict(dynamic=False), {**TOKEN, "dynamic": False}, {}, "strategy of channel weights='token'"),
+    "local": (dict(dynamic=False), {**TOKEN, "dynamic": "local"}, {}, "dynamic='local' is not read"),
+    "inputs alone": (
+        {},
+        TOKEN,
+        {"targets": ["LlamaAttention"], "weights": None, "input_activations": TOKEN},
+        r"config_groups\.group_1\.input_activations without weights are not read",
+    ),
+    "outputs alone": (
+        {},
+        TOKEN,
+        {"targets": ["re:.*k_proj"], "output_activations": TOKEN},
+        r"config_groups\.group_1\.output_activations without weights are not read",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_activations_that_are_rounded_otherwise_are_refused(name, tmp_path, computes_nothing):
+    options, inputs, beside, message = GROUPS[name]
+    write(tmp_path, layouts.plain, kind="float", **options)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    config["config_groups"]["group_0"]["input_activations"] = inputs
+    if beside:
+        config["config_groups"]["group_1"] = beside
+    layouts.rewrite_config(tmp_path, quantization_config=config)
     with pytest.raises(ValueError, match=message):
         load(tmp_path)
 

@@ -44,6 +44,8 @@ def test_gptq_holds_every_width(tmp_path, bits, symmetric):
     assert largest_difference(weights(model), unpackers.gptq(tmp_path / "out")) == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert (config["bits"], config["group_size"], config["sym"], config["desc_act"]) == (bits, 32, symmetric, False)
+    if bits == 3:  # of the first version GPTQModel has two kinds
+        assert config["checkpoint_format"] == "gptq_v2"
 
 
 def test_gptq_stores_a_zero_point_of_zero_in_the_second_version_only(tmp_path):

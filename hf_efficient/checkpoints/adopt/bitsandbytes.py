@@ -25,6 +25,7 @@ class BitsAndBytes4bit(Foreign):
         *("weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"),
         *(f"{STATE}{table}" for table in ("nf4", "fp4")),
     )
+    codes = ("weight",)
 
     def holds(self, stored):
         return any(f"{STATE}{table}" in stored for table in ("nf4", "fp4"))

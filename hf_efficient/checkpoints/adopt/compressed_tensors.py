@@ -11,7 +11,15 @@ from hf_efficient.checkpoints.adopt import compressed_tensors_fp4 as fp4
 from hf_efficient.checkpoints.adopt.compressed_tensors_config import quantized_groups
 from hf_efficient.checkpoints.adopt.compressed_tensors_fp4 import FP4
 from hf_efficient.checkpoints.adopt.compressed_tensors_sparse import SparseCompressedTensors, sparse_layout
-from hf_efficient.checkpoints.adopt.foreign import Foreign, as_grid, one_of, scale_dtype, stream_bytes, text
+from hf_efficient.checkpoints.adopt.foreign import (
+    Foreign,
+    as_grid,
+    one_of,
+    scale_dtype,
+    stream_bytes,
+    text,
+    unpack_words,
+)
 from hf_efficient.checkpoints.adopt.gptq import group_order
 from hf_efficient.checkpoints.adopt.stored import SCALE_DTYPES
 from hf_efficient.checkpoints.adopt.target_patterns import TargetPatterns
@@ -19,6 +27,7 @@ from hf_efficient.formats.codebook import CodebookFormat
 from hf_efficient.kernels.linear.codes import BITS, pack_codes, packed_width, unpack_codes
 
 
+BLOCKS = [128, 128], "128x128"
 PACKED, PLAIN = "pack-quantized", ("int-quantized", "float-quantized", "naive-quantized")
 
 
@@ -136,7 +145,7 @@ class CompressedTensors(Foreign):
             stored.expect("weight_g_idx", ["I32", "I64"], (in_features,))
             order = group_order(stored.read("weight_g_idx"), size, stored.places["weight_g_idx"].key)
             scheme["input_order"] = order is not None
-        elif text(weights.get("actorder")) in ("group", "dynamic"):
+        elif text(weights.get("actorder")) in ("group", "dynamic", "True"):
             raise ValueError(
                 f"the checkpoint has no {stored.name}.weight_g_idx, expected one since actorder is 'group'"
             )
@@ -152,7 +161,8 @@ class CompressedTensors(Foreign):
         if kind == "float":
             shapes["block"] = -(-out_features // 128), -(-in_features // 128)
             if strategy == "block":
-                one_of("weights.block_structure", list(weights.get("block_structure") or ()), ([128, 128],))
+                block = weights.get("block_structure")
+                one_of("weights.block_structure", list(block) if isinstance(block, tuple) else block, BLOCKS)
         shape = shapes[one_of("weights.strategy", strategy, tuple(shapes))]
         dtypes = {"F8_E4M3": "fp8", "F8_E5M2": "fp8_e5m2"} if kind == "float" else {"I8": "int8"}
         stored.expect("weight", list(dtypes), (out_features, in_features))
@@ -160,7 +170,12 @@ class CompressedTensors(Foreign):
             stored.expect("weight_scale", SCALE_DTYPES, shape)
         else:
             stored.expect_one("weight_scale", SCALE_DTYPES)
-        dynamic = inputs.get("dynamic", False) is True
+        dynamic = one_of("input_activations.dynamic", inputs.get("dynamic", False), (True, False))
+        own = text(inputs.get("strategy") or _strategy(inputs.get("group_size")))
+        expected = "tensor" if not dynamic else "group" if strategy == "block" else "token"
+        one_of(f"input_activations.strategy of {strategy} weights", own, (expected,))
+        if own == "group":
+            one_of("input_activations.group_size", inputs.get("group_size"), (128,))
         if not dynamic:
             stored.expect_one("input_scale", SCALE_DTYPES)
         elif "input_scale" in stored:
@@ -210,7 +225,7 @@ class CompressedTensors(Foreign):
         if "weight_packed" in tensors:
             qweight = stream_bytes(tensors["weight_packed"])[:, : packed_width(in_features, bits)].contiguous()
             if not inner.symmetric:
-                zero = unpack_codes(stream_bytes(tensors["weight_zero_point"].t()), bits, out_features).t()
+                zero = unpack_words(tensors["weight_zero_point"].t(), bits, out_features).t()
         else:
             qweight = (tensors["weight"].int() + 128).to(torch.uint8)
             if not inner.symmetric:

@@ -36,6 +36,10 @@ def quantized_groups(saved: dict) -> list[dict]:
                     typed(
                         f"{where}.{side}.{field}", value if isinstance(value, kinds) else _plain(value), kinds, allowed
                     )
+            if scheme and side != "weights" and not group.get("weights"):
+                raise ValueError(
+                    f"quantization_config: {where}.{side} without weights are not read by hf_efficient, expected null"
+                )
         typed(f"{where}.format", _plain(group.get("format")), (str, _NULL), "a string or null")
     _refuse_rotated_inputs(saved)
     return [group for group in groups.values() if group.get("weights")]

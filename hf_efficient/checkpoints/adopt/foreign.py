@@ -3,6 +3,7 @@
 import torch
 
 from hf_efficient.checkpoints.adopt.stored import SCALE_DTYPES, StoredWeight
+from hf_efficient.kernels.linear.codes import packed_width, unpack_codes
 
 
 class Foreign:
@@ -12,12 +13,14 @@ class Foreign:
         parts: names of the tensors that stand for a weight, after the module's name and a dot.
         unchanged: names of further tensors of such a module, which are loaded as they are.
         unread: names of those that say nothing of its weight.
+        codes: names of parts that hold codes, whatever their dtype says.
         config: which config of ours describes it.
     """
 
     parts: tuple[str, ...]
     unchanged: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    codes: tuple[str, ...] = ()
     config: str = "WeightOnlyConfig"
 
     def __init__(self, saved: dict):
@@ -80,6 +83,12 @@ def one_of(field: str, value, allowed):
 def stream_bytes(words: torch.Tensor) -> torch.Tensor:
     """int32 [..., W] that hold a little-endian stream of bits -> its bytes, uint8 [..., 4 W]."""
     return words.contiguous().view(torch.uint8)
+
+
+def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """int32 [R, W] that hold a little-endian stream of `count` codes a row, and what fills the last word -> uint8
+    [R, count]."""
+    return unpack_codes(stream_bytes(words)[:, : packed_width(count, bits)], bits, count)
 
 
 def as_grid(zero: torch.Tensor, bits: int, name: str = "zero points") -> torch.Tensor:

@@ -1,13 +1,29 @@
-"""GPTQ checkpoints of AutoGPTQ, GPT-QModel and optimum: `qweight` int32 [K * bits / 32, N], codes of a column one
-after the other in little-endian words; `qzeros` int32 [G, N * bits / 32] alike, in the layout "gptq" less one;
-`scales` [G, N]; `g_idx` int32 [K], the group of each input."""
+"""GPTQ checkpoints of AutoGPTQ, GPTQModel and optimum: `qweight` int32 [K * bits / 32, N], codes of a column one after
+the other in little-endian words; `qzeros` int32 [G, N * bits / 32] alike, in the layout "gptq" less one; `scales`
+[G, N]; `g_idx` int32 [K], the group of each input.
+
+GPTQModel subtracts the ones from whole words. Before version 7 its words for 3 bits had the bits of the ones in reverse
+order.
+"""
 
 import torch
 
-from hf_efficient.checkpoints.adopt.foreign import Foreign, as_grid, one_of, scale_dtype, stream_bytes, typed
+from hf_efficient.checkpoints.adopt.foreign import (
+    Foreign,
+    as_grid,
+    one_of,
+    scale_dtype,
+    stream_bytes,
+    text,
+    typed,
+    unpack_words,
+)
 from hf_efficient.checkpoints.adopt.stored import SCALE_DTYPES
 from hf_efficient.checkpoints.adopt.target_patterns import TargetPatterns
 from hf_efficient.kernels.linear.codes import BITS, pack_codes, unpack_codes
+
+
+REVERSED_ONES = (0x24924924, 0x92492492 - 2**32, 0x49249249)  # of three words of 3 bits
 
 
 class GPTQ(Foreign):
@@ -25,6 +41,24 @@ class GPTQ(Foreign):
             typed(f"{where}group_size", fields.get("group_size"), (int, type(None)), "an integer or null")
             typed(f"{where}desc_act", fields.get("desc_act", False), (bool,), "true or false")
         self.less_one = one_of("checkpoint_format", layout, ("gptq", "gptq_v2")) == "gptq"
+        one_of("rotation", saved.get("rotation") or None, (None,))  # of inputs, in each forward
+
+    def _has_reversed_ones(self) -> bool:
+        """Whether zero points of 3 bits are less `REVERSED_ONES`. Raises ValueError where the writer's version, which
+        decides, is no number."""
+        meta = typed("meta", self.saved.get("meta"), (dict, type(None)), "an object or null") or {}
+        field, kinds = "meta.quantizer", (str, list, tuple, type(None))
+        writers = typed(field, meta.get("quantizer"), kinds, "a string or a list of strings") or ()
+        for writer in [writers] if isinstance(writers, str) else writers:
+            library, _, version = text(writer).partition(":")
+            if self.less_one and library == "gptqmodel":
+                first = version.partition(".")[0]
+                if not first.isdecimal():
+                    raise ValueError(
+                        f"quantization_config: {field}={writers!r} has no number of a version of gptqmodel"
+                    )
+                return int(first) < 7
+        return False
 
     def _settings(self, key: str) -> dict:
         """The config of the module whose `qweight` is called `key`: of the patterns of `dynamic` the first one that
@@ -40,6 +74,8 @@ class GPTQ(Foreign):
     def scheme(self, stored, out_features, in_features, dtype):
         words = stored.expect("qweight", ["I32"], (None, out_features)).shape[0]
         bits, rest = divmod(words * 32, in_features)
+        if bits == 3:
+            self._has_reversed_ones()  # or an error
         place = stored.places["qweight"]
         own = self._settings(place.key)
         if rest or bits not in BITS or bits != own.get("bits", bits):
@@ -69,10 +105,13 @@ class GPTQ(Foreign):
     def convert(self, tensors, out_features, in_features, format, dtype):
         inner = getattr(format, "inner", format)
         bits, qzeros = inner.bits, tensors["qzeros"]
+        is_reversed = bits == 3 and self._has_reversed_ones()
         if self.less_one and bits != 3:  # in whole words, as the library subtracts: carries and borrows cancel
             qzeros = qzeros + sum(1 << shift for shift in range(0, 32, bits))
-        zero = unpack_codes(stream_bytes(qzeros), bits, out_features)
-        if self.less_one and bits == 3:
+        elif is_reversed:
+            qzeros = qzeros + qzeros.new_tensor(REVERSED_ONES).repeat(-(-qzeros.shape[1] // 3))[: qzeros.shape[1]]
+        zero = unpack_words(qzeros, bits, out_features)
+        if self.less_one and bits == 3 and not is_reversed:
             zero = zero + 1 & 7
         qweight = stream_bytes(tensors["qweight"].t())
         parts = {"scale": tensors["scales"].t().contiguous(), "zero_point": as_grid(zero, bits).t().contiguous()}

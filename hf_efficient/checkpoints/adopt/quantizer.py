@@ -75,7 +75,8 @@ class AdoptingQuantizer(EfficientQuantizer):
         shape: N, K. Raises ValueError naming the weight."""
         try:
             for part, tensor in tensors.items():
-                if tensor.is_floating_point() and not tensor.float().isfinite().all():
+                is_float = tensor.is_floating_point() and part not in self.foreign.codes
+                if is_float and not tensor.float().isfinite().all():
                     raise ValueError(f"{part} holds NaN or infinity")
             found = uncast(self.foreign.convert(tensors, *shape, format, dtype), format.dtypes(dtype))
             format.check(found, shape[1])

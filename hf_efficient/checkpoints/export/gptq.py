@@ -18,7 +18,8 @@ BITS = (2, 3, 4, 8)
 class Gptq(FolderTarget):
     """Codes packed along in_features, "qweight" int32 [K * bits / 32, N]; "qzeros" int32 [G, N * bits / 32]; "scales"
     float16 [G, N]; "g_idx" int32 [K], the group of every column. The first version of the layout stores zero points
-    less one; where one is zero, which it cannot, this is "gptq_v2"."""
+    less one; where one is zero, which it cannot, this is "gptq_v2". So it is for 3 bits, whose zero points GPTQModel
+    reads in another order of bits before version 7."""
 
     def __init__(self, source: Source):
         self.bits = next((getattr(layer.weight.format, "bits", None) for layer in source.layers), None)
@@ -26,7 +27,7 @@ class Gptq(FolderTarget):
         self.group = grid.common_group(source.layers)
         self.symmetric = all(layer.weight.format.symmetric for layer in source.layers)
         stored = [layer for layer in source.layers if not layer.weight.format.symmetric]
-        self.first_version = all(layer.read("zero_point").min() > 0 for layer in stored)
+        self.first_version = self.bits != 3 and all(layer.read("zero_point").min() > 0 for layer in stored)
         self.head = any(layer.name == "lm_head" for layer in source.layers)
         self.kept = [name for name in source.kept if name != "lm_head"]
 
