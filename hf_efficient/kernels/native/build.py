@@ -19,6 +19,7 @@ import os
 import platform
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -65,7 +66,7 @@ def build(name: str, command: list[str], **definitions: int) -> Path:
     stamp = asked, LIBRARIES, program.stat().st_mtime_ns, Path(runtime).name, compiler.sources_hash()
     key = hashlib.sha256(repr(stamp).encode()).hexdigest()[:24]
     library = Path(HF_HOME) / "hf_efficient" / "cpu" / f"{name}-{platform.machine()}-{key}.so"
-    if library.exists():
+    if _is_whole(library):
         return library
     if why_not_writable(library):  # for this process only
         library = Path(tempfile.mkdtemp()) / library.name
@@ -77,9 +78,27 @@ def build(name: str, command: list[str], **definitions: int) -> Path:
         # a preloaded sanitizer is not meant for the compiler, which takes ten times as long with it
         environment = {**os.environ, "LD_PRELOAD": ""} if os.environ.get(SANITIZE) else None
         result = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment)
-        if result.returncode:
-            raise RuntimeError(f"{shlex.join(command)}: {result.stderr[-2000:]}")
+        if result.returncode or not partial.exists():
+            raise RuntimeError(f"{shlex.join(command)}: {result.stderr[-2000:] or 'it wrote nothing'}")
+        with open(partial, "rb") as file:
+            os.fsync(file.fileno())  # renamed before its content is on disk, it could be cut after a power cut
     return library
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a library is there, and no end of it is missing, where it is an ELF file: its section headers come last.
+    A process that loads a cut one is ended by the system (SIGBUS)."""
+    try:
+        with open(library, "rb") as file:
+            header, end = file.read(64), os.fstat(file.fileno()).st_size
+    except OSError:  # missing, or in a folder that may not be read
+        return False
+    if not header.startswith(b"\x7fELF"):
+        return True  # loading it says what it is
+    if len(header) < 64:
+        return False
+    (start,), (size, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+    return end >= start + size * count
 
 
 @tiers.once_a_tier
@@ -115,8 +134,15 @@ def _prebuilt(name: str, definitions: dict[str, int]) -> ctypes.CDLL | None:
 def _compiled(name: str, definitions: dict[str, int]) -> ctypes.CDLL:
     command = compiler.compiler()
     if command is None:
-        raise RuntimeError("no C++ compiler (g++, or $CXX)")
-    return ctypes.CDLL(str(build(name, command, **definitions)))
+        given = os.environ.get("CXX")
+        raise RuntimeError(f"$CXX is {given!r}, which is no program" if given else "no C++ compiler (g++, or $CXX)")
+    library = build(name, command, **definitions)
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as reason:  # a damaged file, or one of a system with another C library
+        logger.warning(f"{library} cannot be loaded and is compiled anew: {reason}")
+        library.unlink()
+        return ctypes.CDLL(str(build(name, command, **definitions)))
 
 
 @functools.cache

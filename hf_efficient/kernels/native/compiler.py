@@ -32,9 +32,12 @@ FLAGS = ("-O2", "-std=c++17", "-fno-strict-aliasing", "-shared", "-fPIC", "-w") 
 def compiler() -> list[str] | None:
     """The command of the C++ compiler, None if there is none: `$CXX`, else g++, c++ or clang++."""
     for command in [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]:
-        program, *arguments = shlex.split(command)
-        if found := shutil.which(program):
-            return [found, *arguments]
+        try:
+            words = shlex.split(command)
+        except ValueError:  # an open quotation
+            words = []
+        if words and (found := shutil.which(words[0])):
+            return [found, *words[1:]]
     return None
 
 
