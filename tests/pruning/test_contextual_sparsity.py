@@ -48,7 +48,7 @@ def test_the_kernel_computes_exactly_the_chosen_neurons(rows, rank, tier):
     assert 0.1 < mask.float().mean() < 0.9
     expected = reference(x, gate, up, down, mask)
     y = torch.ops.hf_efficient.contextual_mlp(*arguments)
-    assert contextual_mlp.describe(torch.empty_like(x), *arguments) is not None, "the kernel must have run"
+    assert contextual_mlp.native_call(torch.empty_like(x), *arguments) is not None, "the kernel must have run"
     assert_close(y, expected, 0.005, 0.1, "one rounding of the result to bfloat16")
     assert_close(contextual_mlp._torch(*arguments), expected, 0.02, 0.2, "roundings to bfloat16 on the way")
     captured = FakeGraph(lambda: contextual_mlp._masked(*arguments), None)  # as a GPU computes it: no host reads
@@ -146,7 +146,7 @@ def test_recorded_decoding_writes_the_same_tokens(tier):
     dense = tiny_model("llama", torch.bfloat16)
     model, _ = sparse_model("llama", torch.bfloat16, keep=0.5, rank=8)
     layer, x = model.model.layers[0].mlp, torch.ones(1, 64, dtype=torch.bfloat16)
-    assert contextual_mlp.describe(x, x, *layer._arguments(layer._parts())) is not None, "the kernel must serve it"
+    assert contextual_mlp.native_call(x, x, *layer._arguments(layer._parts())) is not None, "the kernel must serve it"
     expected = model.generate(TOKENS[:2, :6], max_new_tokens=12, do_sample=False)
     recorded = hf_efficient.enable_speculation(model)
     for _ in range(2):

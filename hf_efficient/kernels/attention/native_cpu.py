@@ -121,19 +121,55 @@ def _int32(x: torch.Tensor) -> torch.Tensor:
 def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor] | None:
     """`flash_attn_with_kvcache` for pages that the kernels serve, with a call.block_table.
 
-    Returns None, with nothing done, where `describe` does, where a sequence has more tokens than there is room for, or
-    where the table names a block that does not exist.
+    Returns None, with nothing done, where `native_call` does, where a sequence has more tokens than there is room
+    for, or where the table names a block that does not exist.
     """
     call.q, out = call.q.contiguous(), call.q.new_empty(*call.q.shape[:-1], call.value_dim)
     batch, width, heads = call.q.shape[:3]
     lse = torch.empty((batch, heads, width) if call.return_lse else 0, dtype=torch.float32)
     call.k, call.v = (x if x is None else x.contiguous() for x in (call.k, call.v))
-    native, _alive = describe(call, out, lse)
+    native, _alive = native_call(call, out, lse)
     torch.get_num_threads()  # gives a new Python thread torch's number of threads: OpenMP has one for each thread
     return (out, lse) if native is not None and kernel(call.q.dtype)(ctypes.addressof(native)) else None
 
 
-def describe(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> tuple[_AttentionCall | None, tuple]:
+def _belong_together(call: AttentionCall, value_dim: int, slopes, bias) -> bool:
+    """Whether the kernels read arguments of these shapes and dtypes. value_dim: of the output. slopes, bias: what
+    `call.alibi_slopes` gives, [query heads] or [B, query heads], or for each distance [1, query heads, distances]."""
+    q, k_tail, packed = call.q, call.k_tail, call.k_min is not None
+    batch, width, query_heads, dim = q.shape
+    heads = call.k_cache.shape[2]
+    appended, ring_size = (0 if x is None else x.shape[1] for x in (call.k, k_tail))
+    numbers = (
+        (call.k, (batch, appended, heads, dim)),
+        (call.v, (batch, appended, heads, value_dim)),
+        (k_tail, (batch, ring_size, heads, dim)),
+        (call.v_tail, (batch, ring_size, heads, value_dim)),
+    )
+    others = (
+        (call.block_table, (batch, call.block_table.shape[1])),
+        (call.cache_seqlens, (batch,)),
+        (call.quantized_seqlens, (batch,)),
+        (call.tree_mask, (batch, width)),
+        (call.s_aux, (query_heads,)),
+        (slopes, () if slopes is None else (batch, query_heads)[2 - slopes.dim() :]),
+        (bias, (1, query_heads, 0 if bias is None else bias.shape[-1])),
+    )
+    if any(x is not None and (x.shape != shape or not x.is_cpu) for x, shape in numbers + others):
+        return False
+    if any(x is not None and x.dtype != q.dtype for x, _ in numbers):
+        return False
+    if width > MAX_QUERIES and (not call.causal or call.tree_mask is not None):
+        return False
+    if (call.k is None) != (call.v is None) or bool(ring_size) != packed:
+        return False
+    if not packed:
+        return True
+    bits = 8 * call.k_cache.shape[-1] // dim
+    return call.v_cache.shape[-1] * 8 // bits == value_dim and k_tail.is_contiguous() and call.v_tail.is_contiguous()
+
+
+def native_call(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> tuple[_AttentionCall | None, tuple]:
     """`call`, whose q, k and v are contiguous, as the kernels read it, with results in `out` and `lse`.
 
     Returns the `_AttentionCall` and the tensors that must live as long as it; (None, ()) where arguments have shapes or
@@ -143,42 +179,12 @@ def describe(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> tuple
     batch, width, query_heads, dim = q.shape
     block_size, heads = k_cache.shape[1:3]
     value_dim, packed = out.shape[-1], call.k_min is not None
-    bits = 8 * k_cache.shape[-1] // dim if packed else 8
     appended, ring_size = (0 if x is None else x.shape[1] for x in (call.k, call.k_tail))
-    slopes, bias, slopes_shape = call.alibi_slopes, None, ()
-    if slopes is not None and slopes.dim() == 3:
-        slopes, bias = None, slopes.float().contiguous()
-    elif slopes is not None:
-        slopes_shape = (batch, query_heads)[2 - slopes.dim() :]
-        slopes = slopes.float().contiguous()
-    numbers = (
-        (call.k, (batch, appended, heads, dim)),
-        (call.v, (batch, appended, heads, value_dim)),
-        (call.k_tail, (batch, ring_size, heads, dim)),
-        (call.v_tail, (batch, ring_size, heads, value_dim)),
-    )
-    others = (
-        (table, (batch, table.shape[1])),
-        (call.cache_seqlens, (batch,)),
-        (call.quantized_seqlens, (batch,)),
-        (call.tree_mask, (batch, width)),
-        (call.s_aux, (query_heads,)),
-        (slopes, slopes_shape),
-        (bias, (1, query_heads, 0 if bias is None else bias.shape[-1])),
-    )
-    for x, shape in numbers:
-        if x is not None and (x.shape != shape or x.dtype != q.dtype or not x.is_cpu):
-            return None, ()
-    for x, shape in others:
-        if x is not None and (x.shape != shape or not x.is_cpu):
-            return None, ()
-    if width > MAX_QUERIES and (not call.causal or call.tree_mask is not None):
-        return None, ()
-    if (call.k is None) != (call.v is None) or bool(ring_size) != packed:
-        return None, ()
-    if packed and v_cache.shape[-1] * 8 // bits != value_dim:
-        return None, ()
-    if packed and not (call.k_tail.is_contiguous() and call.v_tail.is_contiguous()):
+    slopes, bias = call.alibi_slopes, None
+    if slopes is not None:
+        slopes, bias = (None, slopes) if slopes.dim() == 3 else (slopes, None)
+        slopes, bias = (x if x is None else x.float().contiguous() for x in (slopes, bias))
+    if not _belong_together(call, value_dim, slopes, bias):
         return None, ()
     table, seqlens = _int32(table), _int32(call.cache_seqlens).contiguous()
     if table.stride(-1) != 1:
@@ -188,7 +194,7 @@ def describe(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> tuple
     quantized = None if call.quantized_seqlens is None else _int32(call.quantized_seqlens).contiguous()
     groups = call.v_scale.shape[-1] if packed else 1
     if packed:
-        page_type = _PACKED[bits]
+        page_type = _PACKED[8 * k_cache.shape[-1] // dim]
     else:
         page_type = _TYPES[q.dtype] if k_cache.dtype == q.dtype else _CODES[k_cache.dtype]
 
@@ -237,7 +243,7 @@ def _instructions(out, lse, *args) -> list | None:
         if x is not None and not x.is_contiguous():
             setattr(call, name, torch.empty_like(x, memory_format=torch.contiguous_format))
             copies.append(instructions.elementwise("COPY", getattr(call, name), [x]))
-    native, alive = describe(call, out, lse)
+    native, alive = native_call(call, out, lse)
     if native is None:
         return None
     inputs = [call.q, call.k, call.v]

@@ -62,7 +62,7 @@ def attend_ragged(
     )  # fmt: skip
 
 
-def _describe(
+def _native_call(
     out, q, k, v, k_cache, v_cache, k_scale, v_scale, starts, seqlens, table, wrap, scale, left, softcap, s_aux, k_min,
     v_min, k_tail, v_tail, quantized, rows, tree,
 ):  # fmt: skip
@@ -86,15 +86,12 @@ def _describe(
     if k_tail is not None:
         call.k_tail, call.v_tail, call.quantized_seqlens = k_tail[:1], v_tail[:1], quantized[:1]
     call.cache_seqlens = seqlens[:1]
-    native, alive = native_cpu.describe(call, out, q.new_empty(0, dtype=torch.float32))
+    native, alive = native_cpu.native_call(call, out, q.new_empty(0, dtype=torch.float32))
     if native is None:
         return None
     native.batch, native.wrap = len(table), wrap
-    native.block_table, native.table_stride, native.cache_seqlens = (
-        table.data_ptr(),
-        table.stride(0),
-        seqlens.data_ptr(),
-    )
+    native.block_table, native.table_stride = table.data_ptr(), table.stride(0)
+    native.cache_seqlens = seqlens.data_ptr()
     if rows is not None:
         native.ring_rows = rows.data_ptr()
     if tree is not None:
@@ -114,9 +111,9 @@ def _cpu(q, k, v, *args):
         )
     q, k, v = (x.contiguous() for x in (q, k, v))
     out = q.new_empty(*q.shape[:2], v.shape[-1])
-    described = _describe(out, q, k, v, *args)
+    native = _native_call(out, q, k, v, *args)
     torch.get_num_threads()  # gives a new Python thread torch's number of threads
-    if described is None or not native_cpu.kernel(q.dtype, "hf_attend_ragged")(ctypes.addressof(described[0])):
+    if native is None or not native_cpu.kernel(q.dtype, "hf_attend_ragged")(ctypes.addressof(native[0])):
         raise RuntimeError("attend_ragged: lengths beyond the pages, or tensors that the kernels do not take")
     return out
 
@@ -130,14 +127,12 @@ def _instructions(out, q, k, v, *args):
             copies.append(instructions.elementwise("COPY", copy, [x]))
             x = copy
         inputs.append(x)
-    described = _describe(out, *inputs, *args)
-    if described is None:
+    found = _native_call(out, *inputs, *args)
+    if found is None:
         return None
-    native, alive = described
-    return [
-        *copies,
-        instructions.call(native_cpu.kernel(q.dtype, "hf_attend_ragged"), native, out, inputs, (inputs, alive)),
-    ]
+    native, alive = found
+    kernel = native_cpu.kernel(q.dtype, "hf_attend_ragged")
+    return [*copies, instructions.call(kernel, native, out, inputs, (inputs, alive))]
 
 
 _LIBRARY = torch.library.Library("hf_efficient", "FRAGMENT")

@@ -48,7 +48,7 @@ def kernel():
     return library.hf_contextual_mlp
 
 
-def describe(y, x, project, score, score_up, limit, spread, *weights_and_activation) -> _ContextualCall | None:
+def native_call(y, x, project, score, score_up, limit, spread, *weights_and_activation) -> _ContextualCall | None:
     """The structure that makes the kernel write the result into `y`; None where it does not serve the arguments of the
     op."""
     *weights, activation = weights_and_activation
@@ -117,7 +117,7 @@ def _masked(x, *arguments):
 def _cpu(x, *arguments):
     x = x.contiguous()
     y = torch.empty_like(x)
-    call = describe(y, x, *arguments)
+    call = native_call(y, x, *arguments)
     if call is None:
         return _torch(x, *arguments)
     torch.get_num_threads()  # gives a new Python thread torch's number of threads: OpenMP keeps one a thread
@@ -127,7 +127,7 @@ def _cpu(x, *arguments):
 
 @replays("hf_efficient::contextual_mlp")
 def _instructions(y, *arguments):
-    call = describe(y, *arguments)
+    call = native_call(y, *arguments)
     inputs = [x for x in arguments if isinstance(x, torch.Tensor)]
     return None if call is None else [instructions.call(kernel(), call, y, inputs)]
 

@@ -62,7 +62,7 @@ def _shared(values: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(values), dtype=torch.float32)
 
 
-def _describe(y, x, signs) -> _Rotation:
+def _native_call(y, x, signs) -> _Rotation:
     blocks, matrices, orders = _constants(x.shape[-1])
     pointers = [tensor.data_ptr() for tensor in (x, signs, matrices, orders, y)]
     sizes = x.numel() // x.shape[-1], x.shape[-1], blocks, len(orders), x.dtype is torch.float32
@@ -73,7 +73,7 @@ def _cpu(x, signs):
     hadamard.check(x, signs)
     x, signs = x.contiguous(), signs.float()
     y = torch.empty_like(x)
-    call = _describe(y, x, signs)
+    call = _native_call(y, x, signs)
     torch.get_num_threads()  # gives a new Python thread torch's number of threads: OpenMP keeps one a thread
     function()(ctypes.addressof(call))
     return y
@@ -85,7 +85,7 @@ def _instructions(y, x, signs):
         return None
     signs = _shared(signs.float().numpy().tobytes())
     keep = signs, _constants(x.shape[-1])
-    return [instructions.call(function(), _describe(y, x, signs), y, [x], keep)]
+    return [instructions.call(function(), _native_call(y, x, signs), y, [x], keep)]
 
 
 op.define("rotate(Tensor x, Tensor signs) -> Tensor", cpu=_cpu, fake=lambda x, signs: torch.empty_like(x))
