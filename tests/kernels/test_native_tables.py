@@ -39,6 +39,17 @@ def test_codebooks(dtype, name, bits, n, k, group, tier):
         assert error(layout.matmul(x, bias), x.double() @ weight.t() + bias.double()) < LIMITS[dtype]
 
 
+def test_inputs_that_begin_between_two_words(tier):
+    """Where bfloat16 is read in pairs, the sanitizers would see them."""
+    codes, scale = torch.randint(16, (70, 64), dtype=torch.uint8), torch.rand(70, 1).bfloat16()
+    layout = codebook_layout(
+        pack_codes(codes, 4), torch.randn(1, 16), scale, bits=4, group_size=-1, in_features=64, dtype=torch.bfloat16
+    )
+    for rows in ROWS:
+        x = torch.randn(rows * 64 + 1).bfloat16()[1:].view(rows, 64)
+        assert torch.equal(layout.matmul(x), layout.matmul(x.clone()))
+
+
 def float8_tensors(format: Float8Format, n: int, k: int) -> dict[str, torch.Tensor]:
     """Canonical tensors with codes of all sizes, subnormal ones among them."""
     weight = torch.randn(n, k) * torch.logspace(-4, 2, k)

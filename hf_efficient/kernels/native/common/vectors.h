@@ -51,6 +51,9 @@ static INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Bits 0 to n - 1 of a word.
 static INLINE uint64_t bits_below(int64_t n) { return n <= 0 ? 0 : n >= 64 ? ~0ull : (1ull << n) - 1; }
 
+// Whether rows of bfloat16 may be read in pairs, as words: torch's tensors may begin between two words.
+static INLINE bool begins_with_a_word(const void *x) { return (uintptr_t)x % alignof(uint32_t) == 0; }
+
 static INLINE uint16_t bfloat16_bits(float value) {  // cut off
     uint32_t bits;
     memcpy(&bits, &value, 4);

@@ -55,7 +55,8 @@ extern "C" void hf_linear(const Product *products, int64_t count, const void *x,
 #if BF16_DOT
     if (!is_float && (BF16_LOOK_UPS || rows > FEW_ROWS)) {
         const uint16_t *values = (const uint16_t *)x;
-        if (columns != width) values = padded<uint16_t, uint16_t>(values, rows, columns, width);
+        if (columns != width || !begins_with_a_word(x))
+            values = padded<uint16_t, uint16_t>(values, rows, columns, width);
         const uint32_t *pairs = (const uint32_t *)values;
 #if AMX
         if (amx_few_takes(*w, rows)) return amx_few(w, out, count, pairs, width / 2, rows);

@@ -19,7 +19,8 @@ extern "C" void hf_sparse(const Product *products, int64_t count, const void *x,
         out[i] = {products[i].y, products[i].bias, w[i].out_features, false};
     }
     const uint16_t *values = (const uint16_t *)x;
-    if (w->in_features != w->width) values = padded<uint16_t, uint16_t>(values, rows, w->in_features, w->width);
+    if (w->in_features != w->width || !begins_with_a_word(x))
+        values = padded<uint16_t, uint16_t>(values, rows, w->in_features, w->width);
     if (rows <= FEW_ROWS) return few(w, out, count, values, rows);
     if constexpr (!BF16_DOT) values = (const uint16_t *)padded<uint16_t, float>(values, rows, w->width, w->width);
     for (int i = 0; i < count; i++) many(w[i], (const TileTerm *)values, w->width / NUMBERS, rows, out[i]);

@@ -20,7 +20,8 @@ extern "C" void hf_trellis(const Product *products, int64_t count, const void *x
     const uint16_t *values = (const uint16_t *)x;
     if (rows <= FEW_ROWS) return few(w, out, count, values, rows);
     if (BF16_DOT) {
-        if (w->in_features != w->width) values = padded<uint16_t, uint16_t>(values, rows, w->in_features, w->width);
+        if (w->in_features != w->width || !begins_with_a_word(x))
+            values = padded<uint16_t, uint16_t>(values, rows, w->in_features, w->width);
     } else {
         values = (const uint16_t *)padded<uint16_t, float>(values, rows, w->in_features, w->width);
     }
