@@ -190,6 +190,8 @@ def test_the_largest_sums_of_products(kernels, bits):
     layout = native_cpu.NativeCodesLayout.pack(qweight, scale, zero, bits, 64, 192, torch.bfloat16, native_cpu.ALWAYS)
     x = torch.ones(9, 192).bfloat16() * torch.tensor([1, -1] * 4 + [1]).view(-1, 1)
     assert torch.equal(layout.matmul(x), x[:, :32] * (2**bits - 1) * 192)
+    tiny = 2.0**-122  # 127 / tiny is no float
+    torch.testing.assert_close(layout.matmul(x * tiny), layout.matmul(x) * tiny, rtol=0.01, atol=0)
 
 
 def test_only_wide_forwards_are_rounded_by_default(kernels):

@@ -125,10 +125,11 @@ static OutlierColumn *round_rows(const Matrix &w, const uint16_t *x, int rows, c
     Floats most = (Floats)(keys & ~INDEX);
     const Floats of_others = (Floats)(others & ~INDEX);
     const Ints is_alone = (Ints)(most > OUTLIER * of_others) & (Ints)(of_others > most / LARGEST_OUTLIER);
-    most = select(is_alone, of_others, most);
+    // the inverse of smaller numbers is infinite; a NaN stays
+    most = maximum(splat(0x1p-119f), select(is_alone, of_others, most));
     alignas(64) float factors[LANES];
     alignas(64) int32_t alone[LANES];  // the key of the number that is not rounded, or -1
-    *(Floats *)factors = select((Ints)(most > 0.0f), 127 / most, Floats{});
+    *(Floats *)factors = 127 / most;
     int64_t present = LANES;  // what lies behind belongs to other rows
     while (!IS_WHOLE && !segments[present / TOGETHER - 1].left) present -= TOGETHER;
     store_some(scales, present, most / 127);
