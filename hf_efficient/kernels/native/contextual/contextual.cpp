@@ -117,7 +117,7 @@ struct Scratch {
     float *values;    // [rows, room]: of all neurons while they are chosen, then of the chosen ones
     Words *masks;     // [room]: which rows of x call for a neuron
     int32_t *chosen;  // [room]
-    int64_t room;     // neurons, and filler to a whole vector
+    int64_t room;     // neurons, rounded up to a whole vector
     float *at(int64_t row, int64_t index) const { return values + row * room + index; }
     Words &mask(int64_t index) const { return masks[index / LANES]; }
 };
@@ -173,7 +173,7 @@ static int64_t gather(const ContextualCall &call, const Scratch &to) {
     return count;
 }
 
-// sums [hidden, and filler to a whole vector] += values . 16 rows of the last weight; brings `next` rows near
+// sums [hidden, rounded up to a whole vector] += values . 16 rows of the last weight; brings `next` rows near
 static INLINE void add_rows(const uint16_t *const (&rows)[SUMS], const uint16_t *const (&next)[SUMS], Floats values,
                             float *sums, int64_t hidden) {
     for (int64_t k = 0; k < hidden; k += LANES) {
