@@ -6,12 +6,13 @@ import numpy as np
 import torch
 
 from hf_efficient.generation.drafters.draft_heads import DraftHeads
+from hf_efficient.generation.drafters.last_hidden import LastHiddenMixin
 from hf_efficient.generation.speculation.proposal import MAX_NODES, Proposal
 from hf_efficient.generation.speculation.token_tree import best_first
 from hf_efficient.kernels.replay.function import CapturedFunction
 
 
-class MedusaHeads(DraftHeads):
+class MedusaHeads(LastHiddenMixin, DraftHeads):
     """Medusa heads (Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding
     Heads").
 
@@ -79,14 +80,6 @@ class MedusaHeads(DraftHeads):
         """The most probable guesses of each head, best first: probabilities and indices among the draft tokens, both
         [rows, heads, branches]."""
         return (self.scores(hidden).float() / temperatures).softmax(-1).topk(branches, dim=-1)
-
-    def accept(self, tokens: list[list[int]], hidden=None) -> None:
-        going = torch.tensor([len(new) for new in tokens], device=hidden.device)
-        latest = hidden[torch.arange(len(tokens), device=hidden.device), (going - 1).clamp(min=0)]
-        self._hidden = torch.where(going[:, None] > 0, latest, self._hidden)
-
-    def select(self, rows: list[int]) -> None:
-        self._hidden = self._hidden[rows]
 
 
 def static_tree(accuracies: list[list[float]], nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -5,6 +5,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from hf_efficient.generation.drafters.draft_heads import DraftHeads, unscaled_embeddings
+from hf_efficient.generation.drafters.last_hidden import LastHiddenMixin
 from hf_efficient.generation.drafters.published_config import check_integers
 from hf_efficient.generation.drafters.published_tensors import PublishedTensors
 from hf_efficient.generation.speculation.proposal import Proposal
@@ -15,7 +16,7 @@ BRANCHES = 8  # children of a node that are considered
 ALLOWED = {"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0}
 
 
-class PublishedHydra(DraftHeads):
+class PublishedHydra(LastHiddenMixin, DraftHeads):
     """Published Hydra heads (Ankner et al. 2024, "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding"), of
     the kind "mlp": `hydra_num_heads` in `config.json`, `hydra_lm_head.safetensors`.
 
@@ -77,14 +78,6 @@ class PublishedHydra(DraftHeads):
 
     def begin(self, sequences, hidden=None) -> None:
         self._sequences, self._hidden = sequences, hidden[:, -1]
-
-    def accept(self, tokens: list[list[int]], hidden=None) -> None:
-        going = torch.tensor([len(new) for new in tokens], device=hidden.device)
-        latest = hidden[torch.arange(len(tokens), device=hidden.device), (going - 1).clamp(min=0)]
-        self._hidden = torch.where(going[:, None] > 0, latest, self._hidden)
-
-    def select(self, rows: list[int]) -> None:
-        self._hidden = self._hidden[rows]
 
     @torch.no_grad()
     def propose(self, limits: list[int], nodes: int) -> Proposal | None:
