@@ -81,11 +81,15 @@ class CodebookWeight(TunedWeight):
         places = places.round().clamp_(0, self.entries.shape[1] - 1).long().flatten(1)[:, : self.columns]
         codes = self._rows(self.code_of).gather(1, places).to(torch.uint8)
         factor = _power(self.exponent)[..., 0] if self.is_power else self.log_scale.exp()
-        scales = self.codebook.store_scale(self.scale * factor, self.dtype)
+        scales = self._scale_tensors(self.scale * factor)
         return {**self.start, "qweight": self.codebook.pack(codes), **scales}
 
     def _stored(self, scale: torch.Tensor) -> torch.Tensor:
-        return self.codebook.scale(self.codebook.store_scale(scale, self.dtype))
+        return self.codebook.scale(self._scale_tensors(scale))
+
+    def _scale_tensors(self, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors that hold scales [N, G] or [1, 1]; NVFP4's keep the step of the start."""
+        return self.codebook.store_scale(scale, self.dtype, self.start.get("scale_scale"))
 
     def _rows(self, table: torch.Tensor) -> torch.Tensor:
         return table.expand(len(self.codes), -1)

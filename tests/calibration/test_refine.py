@@ -123,6 +123,7 @@ def test_entries_of_a_table_start_as_the_method_chose_them(codebook):
     format = CodebookFormat(codebook, 4, {"nvfp4": 16, "kmeans": -1}.get(codebook, 32))
     linear = torch.nn.Linear(80, 24, bias=False).requires_grad_(False)
     linear.weight.copy_(torch.randn(24, 80, generator=generator))
+    linear.weight[0, :16] = torch.tensor([14.0] * 2 + [12.0] * 7 + [8.0] * 7)  # 384 of NVFP4's steps, not 448
     tensors = methods.quantize(linear.weight, format, "kmeans" if codebook == "kmeans" else "rtn")
     tuned = CodebookWeight(linear, format, tensors)
     found, weight = tuned.tensors(), tuned.compute()
