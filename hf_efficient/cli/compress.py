@@ -5,7 +5,7 @@ import time
 
 from hf_efficient.cli.calibration_options import check_calibration, check_used
 from hf_efficient.cli.models import check_model, check_uncompressed, find_tokenizer, save, saved_quantization
-from hf_efficient.cli.path_checks import check_output
+from hf_efficient.cli.path_checks import check_output, check_outside
 from hf_efficient.cli.record import write_record
 from hf_efficient.cli.result import Result
 
@@ -32,7 +32,9 @@ def compress_and_save(options: argparse.Namespace, config, asked: str, describe=
     """
     name, output = options.model, options.output
     check_used(options, config)
-    folder, found = check_output("--output", output), check_model("model", name)
+    folder = check_output("--output", output)
+    check_outside(options, "checkpoint_dir")
+    found = check_model("model", name)
 
     import transformers
 

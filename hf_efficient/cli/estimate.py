@@ -3,6 +3,7 @@
 import argparse
 
 from hf_efficient.cli.config_option import HELP, config_name, parse_config
+from hf_efficient.cli.option_types import at_least, positive
 from hf_efficient.cli.path_checks import check_path
 from hf_efficient.cli.result import Result
 
@@ -45,9 +46,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         action="append",
         help=f"none, {HELP}; may be repeated (default: none, int8 and int4, or the checkpoint's)",
     )
-    command.add_argument("--batch", type=int, default=1, help="sequences (default 1)")
-    command.add_argument("--prompt-tokens", type=int, default=512, help="tokens of a prompt (default 512)")
-    command.add_argument("--new-tokens", type=int, default=128, help="tokens generated for each (default 128)")
+    command.add_argument("--batch", type=at_least(1), default=1, help="sequences (default 1)")
+    command.add_argument("--prompt-tokens", type=at_least(1), default=512, help="tokens of a prompt (default 512)")
+    command.add_argument("--new-tokens", type=at_least(1), default=128, help="tokens generated for each (default 128)")
     command.add_argument(
         "--kv-format", default="auto", help="of the PagedCache: auto, int8, fp8, int4, int2 (default auto)"
     )
@@ -57,7 +58,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="h100, h200, a100, l4, rtx4090, mi300x, ryzen-7840u, core-ultra-155h, or measured: this machine",
     )
     command.add_argument("--memory", help="of the device, such as 24GB, in place of the table's")
-    command.add_argument("--price", type=float, help="of the device for an hour, in any currency")
+    command.add_argument("--price", type=positive, help="of the device for an hour, in any currency")
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -74,7 +75,7 @@ def run(options: argparse.Namespace) -> Result:
         if getattr(options, name) is not None and options.device is None:
             raise ValueError(f"--{name} is of a device: give it with --device")
     configs = [parse_config(given) for given in options.config or ("none", "int8", "int4")]
-    device = find_device(options.device) if options.device else None
+    device = find_device(options.device) if options.device is not None else None
     chosen = dict(batch_size=options.batch, prompt_tokens=options.prompt_tokens, new_tokens=options.new_tokens)
     chosen |= dict(kv_format=options.kv_format, dtype=options.dtype, device=device, memory=options.memory)
     if _is_compressed(options.model):

@@ -43,7 +43,9 @@ def run(options: argparse.Namespace) -> Result:
     chosen = dict(limit=options.limit, num_fewshot=options.num_fewshot, batch_size=options.batch_size)
     tasks = None if manager is None else {"names": options.tasks, "manager": manager, **chosen}
     text_name = Path(options.text).name if options.text else DEFAULT_TEXT
-    found = evaluate(model, tokenizer, windows, text_name, tasks and {**tasks, "chat": options.apply_chat_template})
+    found = evaluate(
+        model, tokenizer, windows, text_name, tasks and {**tasks, "chat": bool(options.apply_chat_template)}
+    )
     content = {
         "model": Path(options.model).resolve().name if is_folder else options.model,
         "weights_sha256": hub.weights_sha256(Path(options.model)) if is_folder else None,

@@ -7,7 +7,7 @@ from pathlib import Path
 from hf_efficient.cli.models import check_model
 from hf_efficient.cli.option_types import at_least
 from hf_efficient.cli.options import add_dtype_argument
-from hf_efficient.cli.path_checks import check_file, check_text_file, is_there
+from hf_efficient.cli.path_checks import check_file, check_path, check_text_file, is_there
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -18,7 +18,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--limit", type=at_least(1), help="samples of each task (default: all)")
     command.add_argument("--num-fewshot", type=at_least(0), help="examples before a question (default: the task's)")
     command.add_argument("--batch-size", type=at_least(1), default=1, help="sequences a forward of tasks (default 1)")
-    command.add_argument("--apply-chat-template", action="store_true", help="put questions into the chat template")
+    command.add_argument(
+        "--apply-chat-template", action="store_true", default=None, help="put questions into the chat template"
+    )
     command.add_argument("--text", help="text file to measure perplexity on (default: Wikipedia articles, from PyPI)")
     command.add_argument("--windows", type=at_least(0), default=8, help="of that text; 0: no perplexity (default 8)")
     command.add_argument(
@@ -37,7 +39,7 @@ def check(options: argparse.Namespace, keys: Iterable[str]) -> tuple:
         raise ValueError("--windows 0 and no --tasks: there is nothing to measure")
     if not options.tasks:
         for name in ("include_path", "limit", "num_fewshot", "apply_chat_template"):
-            if getattr(options, name):
+            if getattr(options, name) is not None:
                 raise ValueError(f"--{name.replace('_', '-')} is of tasks: give them with --tasks")
     if options.output is not None:
         output = check_file("--output", options.output, keys).resolve()
@@ -53,7 +55,9 @@ def check(options: argparse.Namespace, keys: Iterable[str]) -> tuple:
         options.window_length = min(1024, longest or 1024)
     if options.windows and longest is not None and options.window_length > longest:
         raise ValueError(f"--window-length {options.window_length}: the model takes at most {longest} tokens")
-    given = check_text_file("--text", options.text) if options.text else None
+    if options.include_path is not None:
+        check_path("--include-path", options.include_path)
+    given = check_text_file("--text", options.text) if options.text is not None else None
     manager = tasks.find_tasks(options.tasks, options.include_path) if options.tasks else None
     if not options.windows:
         return None, manager

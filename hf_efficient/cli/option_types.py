@@ -4,8 +4,8 @@ import argparse
 import math
 
 
-def at_least(least: int):
-    """The type of an integer of at least `least`."""
+def at_least(least: int, most: int = (1 << 31) - 1):
+    """The type of an integer from `least` to `most`; more than the default counts nothing that a machine can do."""
 
     def integer(given: str) -> int:
         try:
@@ -14,6 +14,8 @@ def at_least(least: int):
             raise argparse.ArgumentTypeError(f"{given!r} is no integer") from None
         if value < least:
             raise argparse.ArgumentTypeError(f"{value} is too small: at least {least}")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"{value} is too large: at most {most}")
         return value
 
     return integer

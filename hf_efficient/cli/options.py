@@ -42,10 +42,3 @@ def option_name(argument: str) -> str:
 def given_options(options: argparse.Namespace, names) -> dict:
     """{name: value} of the options among `names` that were given."""
     return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-
-
-def check_at_least(options: argparse.Namespace, **least: int) -> None:
-    """Raises ValueError where an option is less than `least` says for it."""
-    for name, smallest in least.items():
-        if getattr(options, name) < smallest:
-            raise ValueError(f"{option_name(name)} {getattr(options, name)} is too small: at least {smallest}")

@@ -1,9 +1,12 @@
 """Paths given to commands, checked before anything is loaded."""
 
+import argparse
 import json
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+
+from hf_efficient.cli.options import option_name
 
 
 def check_output(option: str, given: str, replaced: bool = True) -> Path:
@@ -37,6 +40,16 @@ def check_folder(option: str, given: str) -> Path:
     except OSError as error:
         raise ValueError(f"{option} {given} cannot be written: {error.strerror}; give another folder") from None
     return path
+
+
+def check_outside(options: argparse.Namespace, *names: str) -> None:
+    """Raises ValueError where a path among the options `names`, which is written before the output is, is the output or
+    lies in it: then that could not become a new folder, and an interrupted command not go on."""
+    output = Path(options.output).resolve()
+    for name in names:
+        given = getattr(options, name)
+        if given is not None and check_path(option_name(name), given).resolve().is_relative_to(output):
+            raise ValueError(f"{option_name(name)} {given} lies in --output {options.output}: give another place")
 
 
 def check_file(option: str, given: str, keys: Iterable[str]) -> Path:

@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> Result:
     from hf_efficient.compression.structured_pruning import check_arguments
 
     arguments = {
-        "method": options.method or ("shape" if shape else "llm_pruner"),
+        "method": options.method if options.method is not None else ("shape" if shape else "llm_pruner"),
         "remove": options.remove,
         "shape": shape or None,
         "calibration": None if text is None else hf_efficient.CalibrationConfig(**text),

