@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from hf_efficient.files import atomic_files
@@ -10,9 +11,13 @@ from hf_efficient.files import atomic_files
 VERSION = 1  # of the settings
 
 
-def write(folder: str | os.PathLike, name: str, settings: dict, tensors: dict) -> None:
+def write(
+    folder: str | os.PathLike, name: str, settings: dict, tensors: dict, describe: Callable[[Path], None] | None = None
+) -> None:
     """Writes both files into `folder`, in place of an adapter of the same name. A process that is killed leaves the old
     adapter, the new one, or tensors without settings, which `read_settings` does not find.
+
+    describe: called with the folder that is being written, to add files.
 
     Raises:
         ValueError: `folder` is a file.
@@ -25,6 +30,8 @@ def write(folder: str | os.PathLike, name: str, settings: dict, tensors: dict) -
         contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         save_file(contiguous, new / f"{name}.safetensors", {"format": "pt"})
         (new / f"{name}.json").write_text(json.dumps({"version": VERSION, **settings}, indent=2) + "\n")
+        if describe is not None:
+            describe(new)
 
 
 def read_settings(path: str | os.PathLike, fields: dict[str, type]) -> dict:

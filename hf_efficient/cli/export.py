@@ -50,11 +50,14 @@ def run(options: argparse.Namespace) -> Result:
         raise ValueError(f"model {options.model}: there is no such folder")
     check_model("model", options.model)
 
-    report = export(options.model, options.output, options.format)
+    base_model = hub.recorded_base_model(options.model) or options.model
+
+    def describe(output, engines):
+        write_record(output, options, "exported", base_model, made_from=options.model, engines=[*engines])
+
+    report = export(options.model, options.output, options.format, describe=describe)
     exact = "unchanged" if report.rounding == 0 else f"changed by at most {report.rounding:.1e} of the largest"
     engines = _engines(report)
-    base_model = hub.recorded_base_model(options.model) or options.model
-    write_record(report.path, options, "exported", base_model, made_from=options.model, engines=[*report.engines])
     text = (
         f"{report.path}: {report.nbytes / 1e6:.1f} MB, {report.quantized_layers} compressed layers, weights {exact}; "
         f"read by {', '.join(engines)}"

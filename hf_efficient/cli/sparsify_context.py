@@ -49,6 +49,9 @@ def run(options: argparse.Namespace) -> Result:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
     chosen = dict(keep=options.keep, recall=options.recall, rank=options.rank)
     context = sparsify_context(model, calibration, tokenizer, **chosen)
-    context.save_pretrained(output)
-    write_record(output, options, "context predictors", options.model, kept=context.kept)
+
+    def describe(folder):
+        write_record(folder, options, "context predictors", options.model, kept=context.kept)
+
+    context.save_pretrained(output, describe)
     return Result(f"{output}: {context.kept:.1%} of the neurons", {"output": str(output), "kept": context.kept})

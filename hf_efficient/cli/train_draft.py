@@ -7,7 +7,7 @@ from pathlib import Path
 from hf_efficient.cli.models import check_model, check_tokenizer, load_causal_lm
 from hf_efficient.cli.option_types import at_least, positive
 from hf_efficient.cli.options import add_output_argument, given_options
-from hf_efficient.cli.path_checks import check_folder, check_output, check_text_file
+from hf_efficient.cli.path_checks import check_folder, check_output, check_outside, check_text_file
 from hf_efficient.cli.record import write_record
 from hf_efficient.cli.result import Result
 
@@ -43,7 +43,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--max-new-tokens", type=at_least(3), help="longest answer (default 256)")
     command.add_argument("--batch-size", type=at_least(1), help="answers generated at a time (default 64)")
     command.add_argument("--learning-rate", type=positive, help="peak of the schedule (default 0.0005)")
-    command.add_argument("--seed", type=int, help="of sampling and of the order (default 0)")
+    command.add_argument("--seed", type=at_least(0, (1 << 32) - 1), help="of sampling and of the order (default 0)")
     command.add_argument(
         "--cache", help="folder that keeps text and progress (default: OUTPUT-progress, deleted at the end)"
     )
@@ -56,6 +56,7 @@ def run(options: argparse.Namespace) -> Result:
         ValueError: for arguments that are not allowed, before the model is loaded where they show.
     """
     output = check_output("--output", options.output, replaced=False)
+    check_outside(options, "cache")
     if options.cache is not None:
         check_folder("--cache", options.cache)
     check_model("model", options.model, causal=True)
@@ -64,7 +65,7 @@ def run(options: argparse.Namespace) -> Result:
         raise ValueError("--kind model needs one of --draft and --layers, and no other kind has them")
     if options.draft is not None:
         check_model("--draft", options.draft, causal=True)
-    prompts = None if options.prompts is None else _read_prompts(Path(options.prompts))
+    prompts = None if options.prompts is None else _read_prompts(options.prompts)
 
     from hf_efficient import train_draft
 
@@ -74,11 +75,18 @@ def run(options: argparse.Namespace) -> Result:
     model, training = load_causal_lm(options.model), given_options(options, TRAINING)
     if is_model:
         training |= {"layers": options.layers, "draft": options.draft and load_causal_lm(options.draft)}
-    heads = train_draft(model, tokenizer, output, kind=options.kind, prompts=prompts, cache=options.cache, **training)
+
+    def describe(made, folder):
+        if is_model:
+            write_record(folder, options, "recovered", options.model, made_from=options.draft)
+        else:
+            write_record(folder, options, "draft heads", options.model, accuracies=_accuracies(made))
+
+    training |= {"prompts": prompts, "cache": options.cache, "describe": describe}
+    heads = train_draft(model, tokenizer, output, kind=options.kind, **training)
     if is_model:
-        return _report_model(output, heads, options)
-    count, accuracies = sum(p.numel() for p in heads.parameters()), [[*map(float, each)] for each in heads.accuracies]
-    write_record(output, options, "draft heads", options.model, accuracies=accuracies)
+        return _report_model(output, heads)
+    count, accuracies = sum(p.numel() for p in heads.parameters()), _accuracies(heads)
     lines = [f"{output}: {count / 1e6:.1f} million parameters"]
     for depth, shares in enumerate(accuracies, 1):
         lines.append(
@@ -87,15 +95,18 @@ def run(options: argparse.Namespace) -> Result:
     return Result("\n".join(lines), dict(zip(KEYS, (str(output), count, accuracies))))
 
 
-def _report_model(output: Path, draft, options: argparse.Namespace) -> Result:
+def _accuracies(heads) -> list[list[float]]:
+    return [[*map(float, each)] for each in heads.accuracies]
+
+
+def _report_model(output: Path, draft) -> Result:
     count, accuracies = draft.num_parameters(), [[draft.expected_acceptance]]
-    write_record(output, options, "recovered", options.model, made_from=options.draft)
     text = f"{output}: {count / 1e6:.1f} million parameters, {draft.expected_acceptance:.1%} of drafts accepted"
     return Result(text, dict(zip(KEYS, (str(output), count, accuracies))))
 
 
-def _read_prompts(path: Path) -> list[str]:
-    lines = [line for line in check_text_file("--prompts", str(path)).splitlines() if line.strip()]
+def _read_prompts(given: str) -> list[str]:
+    lines, path = [line for line in check_text_file("--prompts", given).splitlines() if line.strip()], Path(given)
     if path.suffix == ".jsonl":
         lines = [_prompt(path, number, line) for number, line in enumerate(lines, 1)]
     if not lines:

@@ -24,6 +24,15 @@ NUMBERS = {
     "bench": ("--batch", "--prompt-tokens", "--new-tokens", "--repeats", "--latency-bound"),
     "run": ("--new-tokens", "--repeats", "--windows"),
 }
+COUNTS = [  # of more than any machine has time or memory for
+    *(("run", name) for name in NUMBERS["run"]),
+    *(("bench", name) for name in ("--batch", "--prompt-tokens", "--new-tokens", "--repeats")),
+    *(("recover", name) for name in ("--steps", "--batch-size", "--lora-rank", "--sequence-length", "--seed")),
+    *(("train-draft", name) for name in ("--num-tokens", "--epochs", "--batch-size", "--seed")),
+    ("quantize", "--num-samples"),
+    ("sparsify-context", "--rank"),
+    ("evaluate", "--window-length"),
+]
 
 
 @pytest.mark.parametrize(("command", "option"), [(name, option) for name in NUMBERS for option in NUMBERS[name]])
@@ -31,6 +40,37 @@ NUMBERS = {
 def test_numbers_out_of_range(command, option, value, call_command):
     status, printed = call_command(*with_option(command, option, value))
     assert status in (1, 2) and option in printed and (value in printed or f"{value}.0" in printed)
+
+
+@pytest.mark.parametrize(("command", "option"), COUNTS)
+def test_numbers_that_are_too_large(command, option, call_command):
+    """`run --repeats` and `recover --lora-rank` ended in tracebacks, hours later."""
+    status, printed = call_command(*with_option(command, option, str(10**30)))
+    assert status == 2 and f"argument {option}: {10**30} is too large: at most " in printed
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("run", "--text"), ("run", "--prompts"), ("evaluate", "--text"), ("evaluate", "--output"), ("bench", "--output"),
+     ("train-draft", "--prompts"), ("recover", "--texts"), ("prune-structure", "--method"), ("estimate", "--device")],
+)  # fmt: skip
+def test_an_empty_value_is_none_and_not_the_default(command, option, refused):
+    refused(with_option(command, option, ""), option, "''")
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value"),
+    [
+        *((name, "--checkpoint-dir", "out/state") for name in ("recover", "distill", "to-bitnet", "quantize")),
+        ("recover", "--checkpoint-dir", "out"),
+        ("recover", "--plot", "out/plot.png"),
+        ("train-draft", "--cache", "./out"),
+    ],
+)
+def test_what_is_written_before_the_output_lies_elsewhere(command, option, value, refused):
+    """After the training the output was no new folder any more, and nothing was saved."""
+    more = ["--method", "gptq"] if command == "quantize" else []
+    refused([*with_option(command, option, value), *more], f"{option} {value} lies in --output out: give another place")
 
 
 @pytest.mark.parametrize(
@@ -115,6 +155,16 @@ def test_without_a_network_the_way_out_is_named(make, way, monkeypatch, tmp_path
     monkeypatch.setattr(samples.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(samples.subprocess, "run", lambda *args, **kwargs: argparse.Namespace(returncode=1))
     with pytest.raises(RuntimeError, match=f"could not download .*hf-efficient.*{way}"):
+        getattr(samples, make)()
+
+
+@pytest.mark.parametrize("make", ["sample_text", "sample_model"])
+def test_a_cache_that_cannot_be_written_is_named_before_the_download(make, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(samples.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(samples.subprocess, "run", lambda *args, **kwargs: pytest.fail("it was downloaded"))
+    with pytest.raises(RuntimeError, match=r"file/hf_efficient/.* cannot be written .*in \$XDG_CACHE_HOME"):
         getattr(samples, make)()
 
 

@@ -63,6 +63,25 @@ def output(kind: str) -> str:
     return f"{kind.replace(' ', '-')}" + (".gguf" if kind == "gguf" else "")
 
 
+DRAFT_MODEL = ["train-draft", "tiny", "--kind", "model", "--layers", "1", "--prompts", "prompts.txt", *HEADS[:-2]]
+
+
+@pytest.mark.parametrize("kind", [*COMMANDS, "draft model"])
+def test_an_output_is_there_with_its_record_or_not_at_all(kind, made, tmp_path, monkeypatch):
+    """`push` made no card of an export or of draft heads whose command was interrupted just before it wrote that."""
+    if kind == "gguf" and not is_installed("gguf"):
+        pytest.skip("needs the package gguf")
+
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(made)
+    monkeypatch.setattr(folder_record, "write", stop)
+    words = COMMANDS.get(kind, DRAFT_MODEL)
+    assert main([*words, "--output", str(tmp_path / output(kind))]) == 130
+    assert {path.name for path in tmp_path.iterdir()} <= {f"{output(kind)}-progress"}  # of train-draft
+
+
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_each_kind_is_published_with_its_card(kind, made, tmp_path, monkeypatch, capsys):
     source = made / output(kind)

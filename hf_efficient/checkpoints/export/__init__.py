@@ -3,6 +3,7 @@ Ollama read. One file a target; a target says what it cannot hold before anythin
 
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,14 @@ class ExportReport:
     engines: tuple[str, ...]
 
 
-def export(model, output, format: str = "compressed-tensors", tokenizer=None) -> ExportReport:
+def export(
+    model,
+    output,
+    format: str = "compressed-tensors",
+    tokenizer=None,
+    *,
+    describe: Callable[[Path, tuple[str, ...]], None] = lambda path, engines: None,
+) -> ExportReport:
     """Writes a model of `from_pretrained(quantization_config=...)` or `hf-efficient quantize` for another engine. The
     codes stay the same: nothing is quantized again.
 
@@ -47,6 +55,8 @@ def export(model, output, format: str = "compressed-tensors", tokenizer=None) ->
             the Llama family and Qwen 2 and 3; 4 bits and symmetric 8 bits in groups of multiples of 32, and dense
             models).
         tokenizer: saved beside the weights; by default the one in the folder, if any.
+        describe: called with (the folder that is being written, or the path of the file before it is there; the engines
+            that read it) to add files.
 
     Returns:
         an `ExportReport`: `path`, `format`, `quantized_layers`, `nbytes`, `rounding` and `engines`.
@@ -71,7 +81,8 @@ def export(model, output, format: str = "compressed-tensors", tokenizer=None) ->
         if format == "gguf":
             from hf_efficient.checkpoints.export import gguf
 
-            rounding, engines = gguf.write(source, output), ("llama.cpp", "Ollama")
+            engines = ("llama.cpp", "Ollama")
+            rounding = gguf.write(source, output, lambda: describe(output, engines))
         else:
             from hf_efficient.checkpoints.export import awq, bitnet, compressed_tensors, folder, gptq
 
@@ -82,7 +93,7 @@ def export(model, output, format: str = "compressed-tensors", tokenizer=None) ->
             engines = target.engines()
             if "vLLM" not in engines and format != "bitnet":
                 logger.warning(_not_served(source, format, engines, targets["compressed-tensors"]))
-            rounding = folder.write(source, target, output)
+            rounding = folder.write(source, target, output, lambda new: describe(new, engines))
         files = [output] if output.is_file() else output.iterdir()
         nbytes = sum(file.stat().st_size for file in files)
         return ExportReport(output, format, len(source.layers), nbytes, rounding, engines)

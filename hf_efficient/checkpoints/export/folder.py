@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -35,8 +36,9 @@ class FolderTarget:
         raise NotImplementedError
 
 
-def write(source: Source, target: FolderTarget, output: Path) -> float:
-    """Writes the folder `output`; returns the target's `rounding`."""
+def write(source: Source, target: FolderTarget, output: Path, describe: Callable[[Path], None]) -> float:
+    """Writes the folder `output`; returns the target's `rounding`. describe: adds files to the folder it is called
+    with, which becomes `output`."""
     with new_folder(output) as new:
         shards = _Shards(new)
         for layer in logging.tqdm(source.layers, desc="exporting", leave=False):
@@ -52,7 +54,8 @@ def write(source: Source, target: FolderTarget, output: Path) -> float:
         config = copy.deepcopy(source.config)
         config.quantization_config = target.quantization_config()
         config.dtype, config.architectures = source.dtype, [source.architecture]
-        config.save_pretrained(new)  # last
+        config.save_pretrained(new)
+        describe(new)
     return target.rounding
 
 

@@ -35,8 +35,8 @@ class _Tensor:
     make: Callable[[], np.ndarray]
 
 
-def write(source: Source, output: Path) -> float:
-    """Writes the file `output`; returns the rounding (see `ExportReport`)."""
+def write(source: Source, output: Path, describe: Callable[[], None]) -> float:
+    """Writes the file `output`; returns the rounding (see `ExportReport`). describe: called before it is there."""
     config = source.config
     arch = _architecture(source)
     if source.layers:
@@ -64,6 +64,7 @@ def write(source: Source, output: Path) -> float:
                 writer.write_tensor_data(tensor.make())
         finally:
             writer.close()
+        describe()
     return max(rounding, default=0.0)
 
 

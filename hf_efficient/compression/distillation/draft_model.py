@@ -12,6 +12,7 @@ from hf_efficient.compression.distillation.written import answers
 from hf_efficient.compression.recovery.options import RecoveryOptions
 from hf_efficient.compression.structured_pruning import prune_structure
 from hf_efficient.configs.checks import check, is_integer
+from hf_efficient.files import atomic_checkpoint
 from hf_efficient.generation.training.prompts import default_prompts
 
 
@@ -50,6 +51,7 @@ def train_draft_model(
     batch_size: int,
     learning_rate: float,
     seed: int,
+    describe,
 ) -> nn.Module:
     """`train_draft` with kind="model", which documents the arguments. `progress` keeps in `folder` how many minutes
     training has, so that an interrupted run goes on."""
@@ -70,8 +72,11 @@ def train_draft_model(
     how = dict(sequence_length=LENGTH, divergence="jensen_shannon", learning_rate=learning_rate, seed=seed)
     options = RecoveryOptions(batch_size=batch, checkpoint_dir=folder, **how, **budget)
     result = learn(draft, model, rows, [], options, on_policy=ON_POLICY)
-    draft.save_pretrained(output)  # first: of the held-out answers none may be left to measure on
-    tokenizer.save_pretrained(output)
+    with atomic_checkpoint(output) as new:  # before it is measured: of the held-out answers none may be left
+        draft.save_pretrained(new)
+        tokenizer.save_pretrained(new)
+        if describe is not None:
+            describe(draft, new)
     draft.expected_acceptance = expected_acceptance(draft, model, tokenizer, held_out, max_new_tokens, seed)
     logger.info(f"draft model: {result['steps']} steps, expected acceptance {draft.expected_acceptance:.3f}")
     return draft

@@ -134,9 +134,12 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
             features, weight.to(features.dtype), bias if bias is None else bias.to(features.dtype)
         )
 
-    def save_pretrained(self, save_directory, **_) -> None:
+    def save_pretrained(self, save_directory, describe=None, **_) -> None:
         """Writes the two files atomically. Raises ValueError for temperatures and accuracies that `from_pretrained`
-        would refuse, and for published heads: they are files already."""
+        would refuse, and for published heads: they are files already.
+
+        describe: called with the folder that is being written, to add files.
+        """
         if self.kind not in KINDS:
             raise ValueError(f"{self.kind} heads are saved in no layout of ours: copy the files they were read from")
         self._check_measured()
@@ -147,7 +150,7 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
             "temperatures": self.temperatures,
             "accuracies": self.accuracies,
         }
-        adapter_files.write(save_directory, NAME, config, self.state_dict())
+        adapter_files.write(save_directory, NAME, config, self.state_dict(), describe)
 
     @classmethod
     def from_pretrained(cls, folder_or_repo, **hub_options) -> "DraftHeads":

@@ -40,6 +40,7 @@ def train_draft(
     *,
     draft=None,
     layers: int | None = None,
+    describe=None,
 ):
     """Trains draft heads or a draft model for `model` by distillation and saves them in `output`.
     `generate(assistant_model=...)` uses them.
@@ -78,6 +79,7 @@ def train_draft(
         cache: folder for text and progress. An interrupted run continues from it, with the same result up to rounding
             in text that is generated again. Heads of the other kind take their text from it. By default
             `<output>-progress`, which is deleted at the end.
+        describe: called with (the heads or the model, the folder that is being written) to add files.
 
     Returns:
         the heads, with accuracies measured on the answers to held-out prompts (one in twenty); or the model, with
@@ -129,7 +131,7 @@ def train_draft(
     progress = Progress(folder, run)
     if is_model:
         how = {"num_tokens": num_tokens, "epochs": epochs, "minutes": minutes, "learning_rate": learning_rate}
-        how |= {"draft": draft, "layers": layers, "prompts": prompts, **answers}
+        how |= {"draft": draft, "layers": layers, "prompts": prompts, "describe": describe, **answers}
         made = train_draft_model(model, tokenizer, output, folder, progress, **how)
         if cache is None:
             shutil.rmtree(folder)
@@ -153,7 +155,7 @@ def train_draft(
     if not all(parameter.isfinite().all() for parameter in heads.parameters()):
         raise ValueError(f"learning_rate={learning_rate}: training diverged, its weights are NaN or infinite; lower it")
     measure(heads, model, held_out)
-    heads.save_pretrained(output)
+    heads.save_pretrained(output, describe and (lambda new: describe(heads, new)))
     if cache is None:
         shutil.rmtree(folder)
     return heads

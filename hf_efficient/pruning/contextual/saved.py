@@ -77,10 +77,10 @@ class ContextualSparsity(PushToHubMixin):
     def _choice(self, name: str) -> dict[str, torch.Tensor]:
         return {part: self.tensors[f"{name}.{part}"] for part in CHOICE if f"{name}.{part}" in self.tensors}
 
-    def save_pretrained(self, save_directory, **_) -> None:
-        """Writes the two files, atomically."""
+    def save_pretrained(self, save_directory, describe=None, **_) -> None:
+        """Writes the two files, atomically. describe: called with the folder that is being written, to add files."""
         config = {"target": self.target, "options": self.options, "layers": self.layers}
-        adapter_files.write(save_directory, NAME, config, self.tensors)
+        adapter_files.write(save_directory, NAME, config, self.tensors, describe)
 
     @classmethod
     def from_pretrained(cls, folder_or_repo, **hub_options) -> "ContextualSparsity":
