@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from hf_efficient.prompts.prompt import Prompt
 from hf_efficient.prompts.tokens import Word
@@ -32,8 +33,8 @@ def grouped(prompt: Prompt, words: list[Word], fixed: set[int], split: bool) -> 
         groups[-1].words.append(index)
     if not split:
         return groups
-    return [piece for group in groups for piece in (_passages(prompt.text, words, group)
-            if group.kind == "text" else [group])]  # fmt: skip
+    parted = (_passages(prompt.text, words, group) if group.kind == "text" else [group] for group in groups)
+    return list(chain.from_iterable(parted))
 
 
 def _passages(text: str, words: list[Word], group: Group) -> list[Group]:

@@ -29,9 +29,9 @@ class Selection:
             budget,
             worth and [worth[index] for index in judged],
         )
-        # group -> tokens that are not forced: (all, to keep). Of all groups: tokens taken, and due by now
+        # group -> (its tokens that are not forced, how many of them to keep)
         self.free = {index: (lengths[index] - must[index], kept - must[index]) for index, kept in zip(judged, found)}
-        self.taken, self.due = 0, 0.0
+        self.taken, self.due = 0, 0.0  # tokens that are not forced: taken of all groups so far, and their budget
 
     def _length(self, words) -> int:
         return sum(len(self.words[index]) for index in words)
