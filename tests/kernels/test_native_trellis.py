@@ -45,7 +45,7 @@ def test_inputs_at_the_limits(tier):
     layout = TrellisFormat(2).layout(tensors, k, torch.bfloat16)
     weight = TrellisFormat(2).dequantize(tensors, k, torch.float64)
     assert weight.unique().tolist() == [-126]
-    x = torch.ones(3, k).bfloat16() * torch.tensor([[1e-30], [0.0], [1e30]]).bfloat16()
+    x = torch.ones(4, k).bfloat16() * torch.tensor([[1e-30], [0.0], [1e30], [1e-37]]).bfloat16()
     y = layout.matmul(x).double()
     expected = x.double() @ weight.t()
     assert (y[1] == 0).all()

@@ -116,7 +116,7 @@ static void few_rows(const Trellis &w, int64_t block, int blocks, const RoundedR
         const Floats scale = *(const Floats *)(w.scale + block * LANES);
         for (int m = 0; m < M; m++) {
             const Floats sums = sums_of_lanes(totals[m][block % 2]);
-            out.store(row + m, block * LANES, sums * (scale * rows.scale[row + m]));
+            out.store(row + m, block * LANES, sums * scale * rows.scale[row + m]);
         }
     }
 }
@@ -135,10 +135,11 @@ static RoundedRows rounded(const uint16_t *x, int64_t rows, int64_t columns, int
         }
         const float largest = highest(most);
         scale[row] = largest / 32767 + sum(none);
-        const float inverse = largest > 0 ? 32767 / largest : 0;
+        const float lift = largest < 0x1p-64f ? 0x1p64f : 1;  // else the inverse of small numbers is infinite
+        const float inverse = largest > 0 ? 32767 / (largest * lift) : 0;
         int16_t *values = to + row * width;
         for (int64_t i = 0; i < width; i += LANES)
-            store_shorts(values + i, nearest(widen(load_some(x + i, columns - i)) * inverse));
+            store_shorts(values + i, nearest(widen(load_some(x + i, columns - i)) * lift * inverse));
         for (int64_t segment = 0; segment < segments; segment++) {
             Ints start{};
             const int64_t end = std::min(width / 32, (segment + 1) * SEGMENT);
