@@ -5,9 +5,16 @@ from torch import nn
 
 # class of a module -> its linear layers that are read so, where the forward does not run on the meta device
 READ_OUTSIDE_FORWARD = {
+    "ConditionalDetrMHAttentionMap": ("k_proj",),
+    "DetrMHAttentionMap": ("k_proj",),
     "FalconMambaMixer": ("dt_proj",),
+    "Gemma3nTextAltUp": ("prediction_coefs", "correction_coefs"),  # in training
     "JambaMambaMixer": ("dt_proj",),
+    "LayoutLMv2Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
+    "LayoutLMv3Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
+    "LSHSelfAttention": ("query_key", "value"),
     "MambaMixer": ("dt_proj",),
+    "PPDocLayoutV2ReadingOrderEncoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
     "RwkvFeedForward": ("value",),
     "RwkvSelfAttention": ("output",),
 }

@@ -227,10 +227,11 @@ def _attention(module, query, key, value, attention_mask, **options):
     batch, heads, queries, key_dim = query.shape
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    trace, keys = current_trace(), key.shape[2]
-    window = options.get("sliding_window") if causal else None
-    before = trace.held if causal and keys == trace.held + queries else None
-    trace.attention.append(AttentionShape(batch, heads, queries, keys, key_dim, value.shape[3], window, before))
+    if _CURRENT:  # else a forward runs that is not traced
+        trace, keys = current_trace(), key.shape[2]
+        window = options.get("sliding_window") if causal else None
+        before = trace.held if causal and keys == trace.held + queries else None
+        trace.attention.append(AttentionShape(batch, heads, queries, keys, key_dim, value.shape[3], window, before))
     return query.new_empty(batch, queries, heads, value.shape[3]), None
 
 

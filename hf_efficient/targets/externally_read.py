@@ -16,6 +16,7 @@ from hf_efficient.integrations.transformers_layers import read_outside_forward
 
 
 _TOKENS = 8
+_SAMPLES = 4000  # of sound
 
 
 def read_elsewhere(model: nn.Module, names: list[str]) -> set[str]:
@@ -36,19 +37,27 @@ def _inputs(model: nn.Module) -> dict[str, torch.Tensor]:
     # late: transformers imports this while it is itself imported
     from hf_efficient.planning.model_trace import ATTENTION
 
-    for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+    for config in configs:
         set_attention(config, ATTENTION)
-        config.pad_token_id = None  # else some models look for it in input_ids
+        if model.main_input_name == "input_ids":
+            config.pad_token_id = None  # else some models look for it there
     for module in model.modules():
         if is_fused_experts(module):
             module.forward = lambda hidden_states, *args, **kwargs: torch.empty_like(hidden_states)
-    accepted = inspect.signature(model.forward).parameters
-    if model.main_input_name == "pixel_values":
-        sides = getattr(model.config, "image_size", 224)
-        sides = tuple(sides) if isinstance(sides, (list, tuple)) else (sides, sides)
-        return {"pixel_values": torch.empty(1, getattr(model.config, "num_channels", 3), *sides, dtype=model.dtype)}
-    ids = torch.zeros(1, _TOKENS, dtype=torch.long)
-    return {name: ids for name in ("input_ids", "decoder_input_ids") if name in accepted}
+    sides, channels = (
+        next((getattr(config, name) for config in configs if getattr(config, name, None)), default)
+        for name, default in (("image_size", 224), ("num_channels", 3))
+    )
+    sides = tuple(sides) if isinstance(sides, (list, tuple)) else (sides, sides)
+    shapes = {"pixel_values": (1, channels, *sides), "input_values": (1, _SAMPLES)}
+    ids, given = torch.zeros(1, _TOKENS, dtype=torch.long), {}
+    for name, parameter in inspect.signature(model.forward).parameters.items():
+        if name in ("input_ids", "decoder_input_ids"):
+            given[name] = ids
+        elif name in shapes and (name == model.main_input_name or parameter.default is parameter.empty):
+            given[name] = torch.empty(shapes[name], dtype=model.dtype)
+    return given
 
 
 class _Observer(TorchDispatchMode):

@@ -96,6 +96,66 @@ def test_the_quantized_model_computes_what_its_dense_twin_does(case, tmp_path):
     assert error(logits(in_float32), logits(dense_in_float32)) < 1e-5
 
 
+TEXT = dict(input_ids=torch.arange(3, 12)[None])
+TINY = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, pad_token_id=0)
+WAVLM = dict(TINY, vocab_size=32, conv_dim=[32] * 7, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4)
+MOBILE_BERT = dict(TINY, vocab_size=128, embedding_size=32, intra_bottleneck_size=64, true_hidden_size=64)
+LAYOUT = dict(
+    TINY,
+    vocab_size=128,
+    visual_embed=False,
+    coordinate_size=12,
+    shape_size=8,
+    input_size=32,
+    max_2d_position_embeddings=64,
+)
+REFORMER = dict(
+    vocab_size=128, hidden_size=64, attention_head_size=16, num_attention_heads=4, feed_forward_size=96,
+    is_decoder=True, attn_layers=["lsh", "local"], axial_pos_embds_dim=[16, 48], axial_pos_shape=[4, 8],
+    lsh_attn_chunk_length=4, local_attn_chunk_length=4, num_buckets=4, hash_seed=0, max_position_embeddings=32,
+)  # fmt: skip
+# class -> (arguments of its config, inputs, linear layers that stay dense)
+OTHERS = {
+    "WavLMForCTC": (WAVLM, dict(input_values=torch.randn(1, 4000)), {"q_proj", "k_proj", "v_proj", "out_proj"}),
+    "MobileBertForMaskedLM": (MOBILE_BERT, TEXT, {"predictions.dense"}),
+    "LayoutLMv3ForTokenClassification": (
+        dict(LAYOUT, has_relative_attention_bias=True, has_spatial_attention_bias=True),
+        TEXT,
+        {"rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"},
+    ),
+    "ReformerModelWithLMHead": (REFORMER, TEXT, {"query_key", "self_attention.value"}),  # read with a cache
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_encoders_sound_and_documents(name, tmp_path):
+    arguments, inputs, dense = OTHERS[name]
+    torch.manual_seed(0)
+    cls, config = getattr(transformers, name), getattr(transformers, name.split("For")[0].split("Model")[0] + "Config")
+    cls(config(**arguments)).save_pretrained(tmp_path)
+    model = cls.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=WeightOnlyConfig(**INT4))
+    plain = {n for n, m in model.named_modules() if type(m) is nn.Linear}
+    assert all(any(n.endswith(end) for n in plain) for end in dense)
+    assert sum(isinstance(module, CompressedModule) for module in model.modules()) >= 4
+    twin = copy.deepcopy(model).dequantize()
+    with torch.no_grad():
+        assert error(model(**inputs).logits, twin(**inputs).logits) < 1e-5
+
+
+def test_the_trace_goes_on_behind_attention(monkeypatch):
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    def forward(self, x):
+        return nn.functional.linear(self.act_fn(self.gate_proj(x)) * self.up_proj(x), self.down_proj.weight)
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(transformers.LlamaConfig(**HEADS))
+    linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    expected = {name for name in linears if name.endswith("down_proj")}
+    assert externally_read.read_elsewhere(model, linears) == expected
+
+
 def test_other_schemes(case):
     path, _ = case
     expected = logits(load(path, dtype=torch.float32))
