@@ -179,8 +179,8 @@ class EndToEnd:
         self.generator.set_state(tensors.pop("generator"))
         self.order = tensors.pop("order").tolist()
         for index, parameter in enumerate(self._parameters()):
-            own = {name: tensors[f"{index}.{name}"] for name in ("value", "step", "exp_avg", "exp_avg_sq")
-                   if f"{index}.{name}" in tensors}  # fmt: skip
+            names = {name: f"{index}.{name}" for name in ("value", "step", "exp_avg", "exp_avg_sq")}
+            own = {name: tensors[stored] for name, stored in names.items() if stored in tensors}
             parameter.copy_(own.pop("value"))
             self.optimizer.state[parameter] = {name: value.to(parameter.device) for name, value in own.items()}
         self.vectors.write()

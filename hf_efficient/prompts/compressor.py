@@ -94,8 +94,8 @@ class PromptCompressor:
         if not isinstance(prompt, list) or checks.is_chat(prompt):
             return self._compress(prompt, keep, tokens, question, keep_words, reorder)
         questions = checks.check_batch(prompt, question)
-        return [self._compress(each, keep, tokens, asked, keep_words, reorder)
-                for each, asked in zip(prompt, questions)]  # fmt: skip
+        pairs = zip(prompt, questions)
+        return [self._compress(each, keep, tokens, asked, keep_words, reorder) for each, asked in pairs]
 
     def _compress(self, prompt, keep, tokens, question, keep_words, reorder) -> CompressedPrompt:
         """As `compress`, for one prompt."""
@@ -128,9 +128,8 @@ def _result(read: prompts.Prompt, ids: list[int], words: list[Word], groups: lis
     positions = [token for index in order for token in range(words[index].first, words[index].stop)]
     messages = []
     for message, (start, end) in zip(read.messages, read.contents):
-        inside = (words[index] for index in order)
-        content = "".join(read.text[max(word.start, start) : min(word.end, end)] for word in inside
-                          if word.start < end and word.end > start)  # fmt: skip
+        inside = [words[index] for index in order if words[index].start < end and words[index].end > start]
+        content = "".join(read.text[max(word.start, start) : min(word.end, end)] for word in inside)
         messages.append({**message, "content": content})
     text = "".join(read.text[words[index].start : words[index].end] for index in order)
     return CompressedPrompt(text, [ids[token] for token in positions], positions, len(ids), messages)
