@@ -15,6 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 _WEIGHTS = re.compile(r"(?P<stem>.+?)(?P<shard>(?:-[0-9a-f]{8})?-\d{5}-of-\d{5})?\.safetensors")
 _INDEX = re.compile(r"(?P<stem>.+?)\.safetensors\.index(?P<variant>\..+)?\.json")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -93,6 +98,40 @@ def atomic_checkpoint(folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def alone_in(folder: str | os.PathLike) -> Iterator[None]:
+    """Inside, no other process is inside for `folder`, which is made where it is missing, and removed at the end where
+    it was missing and is empty. A process that is killed leaves no lock. Windows, and file systems without locks, let
+    several in.
+
+    Raises:
+        ValueError: another process is inside.
+    """
+    folder = Path(folder)
+    existed = folder.is_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    opened = None if fcntl is None else os.open(folder, os.O_RDONLY)
+    try:
+        if opened is not None:
+            _lock(opened, folder)
+        yield
+    finally:
+        if not existed:
+            with contextlib.suppress(OSError):  # it holds something
+                folder.rmdir()
+        if opened is not None:
+            os.close(opened)
+
+
+def _lock(opened: int, folder: Path) -> None:
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{folder} is in use by another process: wait for it, or give another folder") from None
+    except OSError:  # the file system has no locks
+        pass
+
+
+@contextlib.contextmanager
 def _scratch(folder: Path, prefix: str) -> Iterator[Path]:
     """A new hidden folder in `folder`, removed at the end unless it was renamed or holds the only copy of something."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -129,6 +168,7 @@ def _replacing(folder: Path, order: Callable, prepare: Callable = lambda new, pr
             order.
         prepare: called before it with the scratch folder and the names present.
     """
+    folder = folder.resolve()  # of a link whose target is missing, too
     existed = folder.is_dir()
     try:
         with _scratch(folder, "saving") as scratch:

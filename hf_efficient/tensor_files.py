@@ -90,6 +90,16 @@ def stored_tensors(path) -> dict[str, StoredTensor]:
     return found
 
 
+def check_whole(path) -> None:
+    """Raises ValueError where `path`, a file of the progress of a run, is no whole safetensors file, and OSError where
+    it is missing."""
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}): delete it, or give another folder") from None
+
+
 def shards(index) -> list[str]:
     """Names of the files that the `index` of a checkpoint, a model.safetensors.index.json, names.
 

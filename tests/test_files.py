@@ -44,6 +44,10 @@ def test_a_link_to_an_empty_folder_is_followed(tmp_path):
     with files.new_folder(tmp_path / "link") as aside:
         (aside / "file").touch()
     assert (tmp_path / "disk" / "file").is_file() and (tmp_path / "link").is_symlink()
+    (tmp_path / "dangling").symlink_to(tmp_path / "missing")
+    with files.atomic_files(tmp_path / "dangling", "file") as aside:  # it was an error, after a training
+        (aside / "file").touch()
+    assert (tmp_path / "missing" / "file").is_file()
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
     assert files.why_not_new(tmp_path / "circle") is not None
 
@@ -66,3 +70,17 @@ def test_a_full_disk_is_named(name, tensors, little_room, tmp_path):
         file = partial if name == "atomic_write" else partial / "model.safetensors"
         save_file({"a": torch.zeros(2000)}, file) if tensors else file.write_text("a" * 8000)
     assert os.listdir(tmp_path) in ([], ["written"]) and not (path.exists() and os.listdir(path))
+
+
+def test_one_process_at_a_time_is_in_a_folder(tmp_path):
+    """Locks of one process exclude each other, too."""
+    folder = tmp_path / "progress"
+    with files.alone_in(folder):
+        with pytest.raises(ValueError, match=f"{folder} is in use by another process"), files.alone_in(folder):
+            pytest.fail("two are in it")
+        assert folder.is_dir()
+    assert not folder.exists(), "it was made, and holds nothing"
+    with files.alone_in(folder):
+        (folder / "file").touch()
+    with files.alone_in(folder):
+        assert (folder / "file").exists()

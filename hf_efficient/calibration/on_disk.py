@@ -40,12 +40,12 @@ class OnDisk(InMemory):
         super().__init__(files.model)
         self.files, self.folder = files, folder
         self.checkpoint, self.states = folder / "checkpoint", folder / "states"
-        if not self.checkpoint.exists():  # of a run that had ended and was killed before `remove`
-            self.remove()
+        # of a run that had ended and was killed before `remove`, or what a killed run was writing
+        left = self.checkpoint.glob(".*") if self.checkpoint.exists() else folder.glob("*")
+        for path in [*left]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         for path in (self.checkpoint, self.states):
             path.mkdir(parents=True, exist_ok=True)
-        for path in self.checkpoint.glob(".*"):  # what a killed run was writing
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
         self.shapes: dict[str, dict[int, tuple]] = {}  # label -> batch -> (dtype, shape)
         self.written: list[str] = []
         self._progress = None
@@ -93,7 +93,13 @@ class OnDisk(InMemory):
 
     def kept(self, label: str) -> list[torch.Tensor] | None:
         """What `keep` was given under `label`, one tensor a batch; None for nothing."""
-        return [self._state(label, batch) for batch in sorted(self.shapes[label])] if label in self.shapes else None
+        if label not in self.shapes:
+            return None
+        for batch, (dtype, shape) in self.shapes[label].items():  # mapping would fill what is missing with zeros
+            path, size = self.states / f"{label}.{batch}", torch.Size(shape).numel() * dtype.itemsize
+            if not path.is_file() or path.stat().st_size < size:
+                raise ValueError(f"{path} is damaged or missing, it had {size} bytes: delete {self.folder}")
+        return [self._state(label, batch) for batch in sorted(self.shapes[label])]
 
     def forget(self, label: str) -> None:
         """Deletes what `keep` was given under `label`."""

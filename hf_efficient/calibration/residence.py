@@ -1,6 +1,7 @@
 """Where weights and hidden states are while a model is compressed block by block: here in memory; see
 `hf_efficient.calibration.on_disk`."""
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 from hf_efficient.calibration.blocks import Chain
 from hf_efficient.calibration.resume import Progress, fingerprint
 from hf_efficient.configs.calibration import CalibrationConfig
+from hf_efficient.files import alone_in
 from hf_efficient.tensor_files import checksum
 
 
@@ -72,6 +74,15 @@ class InMemory:
 
     def compressed(self, name: str) -> None:
         """Called inside `block` when the block `name` is compressed and will not be run again."""
+
+    @contextmanager
+    def alone(self, calibration: CalibrationConfig) -> Iterator[None]:
+        """Inside, no other process is inside with this `checkpoint_dir`. Raises ValueError where one is."""
+        if not calibration.checkpoint_dir:
+            yield
+            return
+        with alone_in(Path(calibration.checkpoint_dir).expanduser()):
+            yield
 
     def progress(
         self, calibration: CalibrationConfig, configs: dict[str, Any], batches: list[dict], steps: tuple

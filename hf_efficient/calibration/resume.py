@@ -18,6 +18,7 @@ from hf_efficient.files import atomic_write
 from hf_efficient.formats.transformed import TransformedFormat
 from hf_efficient.integrations.transformers_compat import attention_of
 from hf_efficient.methods import inner_format
+from hf_efficient.tensor_files import check_whole
 
 
 _STATE = "progress.json"
@@ -45,14 +46,18 @@ class Progress:
         self._done: dict[int, int] = {}  # chain -> blocks
         path = self.folder / _STATE
         if path.exists():
-            state = json.loads(path.read_text())
-            other = [part for part, value in self._fingerprint.items() if state["fingerprint"].get(part) != value]
+            try:
+                state = json.loads(path.read_text())
+                kept, done = state["fingerprint"], {int(chain): blocks for chain, blocks in state["done"].items()}
+                other = [part for part, value in self._fingerprint.items() if kept.get(part) != value]
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{path} is damaged ({error!r}): delete its folder, or give another") from None
             if other:
                 raise ValueError(
                     f"{self._given_as}{str(self.folder)!r} holds the progress of another calibration "
                     f"({', '.join(other)} differ): delete it, or give another folder"
                 )
-            self._done = {int(chain): blocks for chain, blocks in state["done"].items()}
+            self._done = done
             self._restore(state)
 
     def _restore(self, state: dict[str, Any]) -> None:
@@ -91,13 +96,16 @@ class Progress:
     def block(self, number: int, index: int, formats: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """(the formats of a block's modules, by full name, and its state dict). formats: as their configs say."""
         path = self.folder / f"chain{number}-block{index}.safetensors"
+        check_whole(path)
         with safe_open(path, "pt") as file:
             described = json.loads(file.metadata()["formats"])
         return {name: format_of(described[name], formats[name]) for name in formats}, load_file(path)
 
     def hidden_states(self, number: int) -> tuple[list[torch.Tensor], list[torch.Tensor] | None, list[dict]]:
         """(hidden states after the last block that is done, those of the original model or None, `Chain.carried`)."""
-        tensors = load_file(self.folder / f"chain{number}-after{self.done(number) - 1}.safetensors")
+        path = self.folder / f"chain{number}-after{self.done(number) - 1}.safetensors"
+        check_whole(path)
+        tensors = load_file(path)
         batches = sum(name.startswith("hidden.") for name in tensors)
         carried = carried_of(tensors, batches)
         dense = [tensors[f"dense.{batch}"] for batch in range(batches)] if "dense.0" in tensors else None
@@ -112,6 +120,7 @@ class Progress:
         path = self.folder / _END_TO_END
         if not self._done or not path.exists():
             return None
+        check_whole(path)
         with safe_open(path, "pt") as file:
             counts = json.loads(file.metadata()["counts"])
         return load_file(path), counts

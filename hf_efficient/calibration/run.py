@@ -66,9 +66,10 @@ def calibrate(
         raise ValueError(
             f"minutes={calibration.minutes} is not supported where a model is compressed from disk to disk"
         )
-    run = _Run(model, configs, calibration, tokenizer, tuple(transforms), refine, gradients or {}, residence)
-    with calibrating(model, run.device):
-        formats = run.run()
+    with residence.alone(calibration):
+        run = _Run(model, configs, calibration, tokenizer, tuple(transforms), refine, gradients or {}, residence)
+        with calibrating(model, run.device):
+            formats = run.run()
     return {name: _scheme_of(configs[name], format) for name, format in formats.items()}
 
 

@@ -12,7 +12,7 @@ from hf_efficient.byte_sizes import parse_bytes
 from hf_efficient.calibration.on_disk import OnDisk
 from hf_efficient.compression.disk_plan import DiskPlan, plan
 from hf_efficient.configs import CompressionConfig
-from hf_efficient.files import why_not_new
+from hf_efficient.files import alone_in, why_not_new
 from hf_efficient.integrations import transformers_loading
 from hf_efficient.integrations.transformers_block_files import load_in_files
 from hf_efficient.kernels.native.heap import map_large_blocks
@@ -82,18 +82,19 @@ def compress_on_disk(
 
     map_large_blocks()
     options = {"quantization_config": quantization_config, "dtype": dtype, **hub_options}
-    loaded, disk = load_in_files(model_class, model, residence, **options)
-    disk.finish()
-    try:
-        AutoTokenizer.from_pretrained(model, **hub_options).save_pretrained(disk.checkpoint)
-    except (OSError, ValueError):
-        logger.warning("no tokenizer was found beside the model")
-    if describe is not None:
-        describe(loaded, disk.checkpoint)
-    if output.is_dir():
-        output.rmdir()
-    disk.checkpoint.rename(output)
-    disk.remove()
+    with alone_in(folder):
+        loaded, disk = load_in_files(model_class, model, residence, **options)
+        disk.finish()
+        try:
+            AutoTokenizer.from_pretrained(model, **hub_options).save_pretrained(disk.checkpoint)
+        except (OSError, ValueError):
+            logger.warning("no tokenizer was found beside the model")
+        if describe is not None:
+            describe(loaded, disk.checkpoint)
+        if output.is_dir():
+            output.rmdir()
+        disk.checkpoint.rename(output)
+        disk.remove()
     return plans[0]
 
 

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hf_efficient.files import atomic_write
-from hf_efficient.tensor_files import checksum
+from hf_efficient.tensor_files import check_whole, checksum
 
 
 def fingerprint(model) -> str:
@@ -35,7 +35,7 @@ def stored_text(
         arguments: JSON-able; what else the text depends on.
 
     Raises:
-        ValueError: the file holds text of another writer or of other arguments.
+        ValueError: the file is damaged, or holds text of another writer or of other arguments.
     """
     if folder is None:
         return write()
@@ -43,6 +43,7 @@ def stored_text(
     made_of = {key: json.dumps(value) for key, value in arguments.items()}
     made_of["writer"] = fingerprint(writer)
     if path.is_file():
+        check_whole(path)
         with safe_open(path, "pt") as file:
             kept = file.metadata() or {}
             if other := [key for key, value in made_of.items() if kept.get(key) != value]:

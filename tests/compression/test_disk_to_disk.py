@@ -1,6 +1,7 @@
 """A checkpoint is compressed from disk to disk: the bits of the way through memory, after interruptions, too."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hf_efficient import CalibrationConfig, W8A8Config, WeightOnlyConfig, compre
 from hf_efficient.calibration.on_disk import OnDisk
 from hf_efficient.cli import main
 from hf_efficient.compression import disk_plan
+from hf_efficient.files import alone_in
 
 
 ENOUGH = "64GB"  # whatever other tests left in this process
@@ -99,6 +101,33 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, monkeypatch):
     blocks = [f"model.layers.{index}" for index in range(3)]
     assert written == [*blocks, ""]  # none twice
     assert_same_checkpoint(tmp_path / "disk", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 100)], ids=["missing", "cut"])
+def test_hidden_states_that_are_damaged_are_not_zeros(damage, tmp_path, monkeypatch):
+    """What was missing was read as zeros: the blocks that followed were calibrated on them."""
+    save_tiny(tmp_path / "model", num_hidden_layers=2)
+    write, given = OnDisk.compressed, dict(memory=ENOUGH, say=lambda text: None)
+
+    def interrupted(self, part):
+        if part == "model.layers.1":
+            raise KeyboardInterrupt
+        write(self, part)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(OnDisk, "compressed", interrupted)
+        compress_on_disk(tmp_path / "model", tmp_path / "disk", gptq(), **given)
+    state = tmp_path / ".disk.compressing" / "states" / "chain0-after0.1"
+    damage(state)
+    with pytest.raises(ValueError, match=f"{re.escape(str(state))} is damaged or missing, it had 12288 bytes"):
+        compress_on_disk(tmp_path / "model", tmp_path / "disk", gptq(), **given)
+
+
+def test_two_commands_with_one_output(tmp_path):
+    """They wrote into the same files."""
+    save_tiny(tmp_path / "model")
+    with alone_in(tmp_path / ".disk.compressing"), pytest.raises(ValueError, match="in use by another process"):
+        compress_on_disk(tmp_path / "model", tmp_path / "disk", gptq(), memory=ENOUGH, say=lambda text: None)
 
 
 def test_what_a_run_left_that_was_killed_at_its_very_end_is_no_progress(tmp_path, monkeypatch):

@@ -1,14 +1,20 @@
 """What an interrupted recovery has in common with the one that goes on."""
 
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import assert_same_tensors, tiny_model
+from transformers import TrainerCallback
 
-from hf_efficient import recover
+from hf_efficient import recover, to_bitnet
+from hf_efficient.compression.recovery import training
 from hf_efficient.compression.recovery.options import RecoveryOptions
-from hf_efficient.compression.stored_text import fingerprint
+from hf_efficient.compression.recovery.progress import Budget
+from hf_efficient.compression.stored_text import fingerprint, stored_text
+from hf_efficient.files import alone_in
 
 
 TOKENS = torch.randint(3, 128, (8, 24), generator=torch.Generator().manual_seed(0))
@@ -70,3 +76,56 @@ def test_checkpoints_of_another_trainer_are_refused(tmp_path):
     (tmp_path / "checkpoint-1" / "trainer_state.json").write_text('{"global_step": 1, "stateful_callbacks": {}}')
     with pytest.raises(ValueError, match="checkpoint-1 is no checkpoint of recover or distill"):
         recover(tiny_model("llama", seed=1), tiny_model("llama"), TOKENS, **FAST, checkpoint_dir=tmp_path)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, path.stat().st_size // 2)])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_checkpoints_without_all_of_their_files_are_refused(name, damage, interrupted, tmp_path):
+    """Without the optimizer's state Trainer went on with another one, and said nothing."""
+    shutil.copytree(interrupted, tmp_path / "state")
+    path = tmp_path / "state" / "checkpoint-3" / name
+    damage(path)
+    model = tiny_model("llama", seed=1)
+    with pytest.raises(ValueError, match=f"{path} is (damaged|missing)"):
+        recover(model, tiny_model("llama"), TOKENS, **FAST, checkpoint_dir=tmp_path / "state")
+    assert_same_tensors(model.state_dict(), tiny_model("llama", seed=1).state_dict())
+
+
+def test_two_trainings_in_one_folder_are_refused(interrupted):
+    with alone_in(interrupted), pytest.raises(ValueError, match=f"{interrupted} is in use by another process"):
+        recover(tiny_model("llama", seed=1), tiny_model("llama"), TOKENS, **FAST, checkpoint_dir=interrupted)
+
+
+def test_text_that_is_cut_off_is_named(tmp_path):
+    """It was safetensors' message, which names no file."""
+    written = tiny_model("llama"), {}, lambda: {"tokens": TOKENS}
+    stored_text(tmp_path, "text", *written)
+    os.truncate(tmp_path / "text.safetensors", 50)
+    with pytest.raises(ValueError, match="text.safetensors is damaged .* delete it"):
+        stored_text(tmp_path, "text", *written)
+
+
+def test_minutes_are_named_as_they_were_given():
+    """They were named seconds."""
+    with pytest.raises(ValueError, match=r"another training \(minutes=10.0 instead of 20.0\)"):
+        Budget(1200.0, None, {}).check(Budget(600.0, None, {}).state(), "checkpoint-1")
+
+
+class Stop(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("change", [{}, {"norms": False}], ids=["same", "without norms"])
+def test_an_interrupted_ternary_student_goes_on_to_the_same_bits(change, tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "SAVE_EVERY", 1)
+    teacher, given = tiny_model("llama"), {**FAST, "checkpoint_dir": tmp_path}
+    with pytest.raises(KeyboardInterrupt):
+        to_bitnet(teacher, TOKENS, **given, callbacks=[Stop()])
+    if change:
+        with pytest.raises(ValueError, match=r"another training \(model="):
+            to_bitnet(teacher, TOKENS, **given, **change)
+        return
+    students = [to_bitnet(teacher, TOKENS, **each)[0].state_dict() for each in (given, FAST)]
+    assert_same_tensors(*students)

@@ -208,3 +208,14 @@ def test_a_full_disk_costs_the_plot_alone(tmp_path, monkeypatch):
     before = model.model.layers[0].mlp.up_proj.weight.clone()
     recover(model, tiny_model("llama", seed=1), TOKENS, steps=1, plot=tmp_path / "plot.png")
     assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, before)
+
+
+def test_adapters_of_a_rank_that_no_weight_has_are_refused():
+    """A rank of 10^30 was a traceback of torch, one of 10^9 took all memory."""
+    pytest.importorskip("peft")
+    model, teacher = tiny_model("llama", seed=1), tiny_model("llama")
+    before = state_of(model)
+    for rank in (10**30, 65):
+        with pytest.raises(ValueError, match=f"lora_rank={rank} is not supported: it must be an integer from 1 to 64"):
+            recover(model, teacher, TOKENS, steps=1, lora_rank=rank)
+    assert state_of(model) == before

@@ -323,6 +323,21 @@ def test_heads_whose_training_diverged_are_not_saved(target, tmp_path):
     assert all(parameter.isfinite().all() for parameter in heads.parameters())
 
 
+@pytest.mark.parametrize("name", ["plan.json", "text-0.safetensors", "medusa.safetensors"])
+def test_a_damaged_file_of_the_cache_is_named(name, target, tmp_path, monkeypatch):
+    monkeypatch.setattr(distill, "CHECKPOINT_STEPS", 1)
+    given = {**SMALL, "kind": "medusa", "cache": tmp_path / "cache"}
+    train_draft(*target, tmp_path / "heads", **given)
+    path = tmp_path / "cache" / name
+    for content in (path.read_bytes()[:40], b"{}"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{path} is damaged"):
+            train_draft(*target, tmp_path / "heads", **given)
+    (tmp_path / "cache" / "plan.json").unlink()
+    with pytest.raises(ValueError, match="holds text and no plan.json"):  # whose text it is nobody knows
+        train_draft(*target, tmp_path / "heads", **given)
+
+
 def test_the_command_trains_from_a_file_of_prompts(folder, tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "abcabc"}\n"The river runs"\n\n{"text": "2+2="}\n')

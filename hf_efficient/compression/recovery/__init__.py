@@ -82,8 +82,9 @@ def recover(
         lora_rank: train adapters of this rank (https://arxiv.org/abs/2106.09685; package `peft`) under the masks
             instead, and merge them at the end.
         checkpoint_dir: folder for the state every 50 steps and at the end, and for the text that the teacher wrote. An
-            interrupted recovery of the same models with the same arguments resumes there, and a finished one returns
-            the same model again. Another recovery is refused. Delete the folder yourself.
+            interrupted recovery of the same models with the same arguments resumes there, with the same bits where
+            torch has as many threads, and a finished one returns the same model again. Another recovery, and one that
+            another process works on, is refused. Delete the folder yourself.
         seed: of the order of the windows.
         optimizer: "adamw"; "adamw_8bit", whose state takes a quarter (package `bitsandbytes`); or "muon" for the
             matrices (https://arxiv.org/abs/2502.16982).

@@ -8,6 +8,7 @@ from peft.tuners.lora.layer import Linear
 
 from hf_efficient.compression.recovery.coded_linear import CodedLinear
 from hf_efficient.compression.recovery.masked_linear import MaskedLinear
+from hf_efficient.configs.checks import check
 
 
 class MaskedLora(Linear):
@@ -35,7 +36,7 @@ def with_adapters(model, rank: int, seed: int = 0):
     learn.
 
     Raises:
-        ValueError: layers hold codes.
+        ValueError: layers hold codes, or no weight has so large a rank.
     """
     if coded := [name for name, module in model.named_modules() if isinstance(module, CodedLinear)]:
         raise ValueError(
@@ -43,6 +44,8 @@ def with_adapters(model, rank: int, seed: int = 0):
             "merged into codes: recover without it, or train PEFT's adapters over the compressed model"
         )
     names = [name for name, module in model.named_modules() if isinstance(module, MaskedLinear)]
+    most = max((min(model.get_submodule(name).weight.shape) for name in names), default=rank)
+    check(rank <= most, "lora_rank", rank, f"an integer from 1 to {most}, the largest rank of a weight")
     config = LoraConfig(r=rank, lora_alpha=rank, target_modules=names, task_type="CAUSAL_LM")
     config._register_custom_module({MaskedLinear: MaskedLora})  # PEFT has no public way to add a layer class
     with torch.random.fork_rng():

@@ -4,7 +4,8 @@ import hashlib
 import importlib.util
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from hf_efficient.compression.recovery.optimizers import OPTIMIZERS, check_optim
 from hf_efficient.compression.recovery.plot import check_plot
 from hf_efficient.compression.stored_text import fingerprint
 from hf_efficient.configs.checks import check, check_choices, check_flags, is_integer, is_number
-from hf_efficient.files import why_not_writable
+from hf_efficient.files import alone_in, why_not_writable
 
 
 LEARNING_RATE, LORA_LEARNING_RATE = 2e-4, 1e-3  # the largest of the schedule, by default
@@ -80,6 +81,13 @@ class RecoveryOptions:
     def largest_rate(self) -> float:
         """The largest learning rate of the schedule."""
         return self.learning_rate or (LORA_LEARNING_RATE if self.lora_rank else LEARNING_RATE)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, no other training is inside with this `checkpoint_dir`. Raises ValueError where one is."""
+        is_first = int(os.environ.get("RANK", 0)) == 0  # of the processes that train together
+        with alone_in(self.checkpoint_dir) if self.checkpoint_dir is not None and is_first else nullcontext():
+            yield
 
     def described(self, model, teacher, windows: torch.Tensor) -> dict:
         """JSON-able: what an interrupted training on these windows must have in common with the one that goes on."""

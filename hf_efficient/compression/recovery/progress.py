@@ -1,8 +1,12 @@
 """Callbacks of a training: when it ends, how far it is, and how it does on text that was held out."""
 
+import json
 import math
+import os
 import time
+import zipfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +17,14 @@ from transformers.utils import logging
 
 from hf_efficient.compression.recovery.serving import trained_linears
 from hf_efficient.evaluation import perplexity
+from hf_efficient.tensor_files import check_whole
 
 
 WARMUP = 0.03  # share of the training in which the learning rate rises
 LEAST_RATE = 0.05  # share of the learning rate that is left at the end
 PERPLEXITY = "held_out_perplexity"
 TIMES_MEASURED = 10  # how often in a training
+_STATE = "trainer_state.json"  # in a checkpoint of Trainer
 clock = time.perf_counter  # what `minutes` count; `time.process_time` for a machine that is shared
 
 
@@ -52,10 +58,11 @@ class Budget(TrainerCallback, ExportableState):
     def check(self, before: dict | None, folder: str) -> None:
         """Raises ValueError unless `before`, the `state` in the checkpoint `folder`, is of the same training. Trainer
         loads the weights and the optimizer before it asks a callback."""
-        if before is None:
-            raise ValueError(f"{folder} is no checkpoint of recover or distill: give another folder")
-        kept, own = ({**args, **(args["run"] or {})} for args in (before["args"], self.state()["args"]))
-        other = [name for name in {**kept, **own} if name != "run" and kept.get(name) != own.get(name)]
+        try:
+            kept, own = (_as_given(**state["args"]) for state in (before, self.state()))
+        except (KeyError, TypeError):
+            raise ValueError(f"{folder} is no checkpoint of recover or distill: give another folder") from None
+        other = [name for name in {**kept, **own} if kept.get(name) != own.get(name)]
         if other:
             differ = ", ".join(f"{name}={kept.get(name)} instead of {own.get(name)}" for name in other)
             given = f"the checkpoint is of another training ({differ})"
@@ -100,6 +107,49 @@ class Budget(TrainerCallback, ExportableState):
     def state(self) -> dict:
         arguments = {"seconds": self.seconds, "steps": self.steps, "run": self.run}
         return {"args": arguments, "attributes": {"gone": self.used}}
+
+
+def _as_given(seconds: float | None, steps: int | None, run: dict | None) -> dict:
+    """The arguments of a `Budget`, with the name that a user gives the first."""
+    return {"minutes": seconds and seconds / 60, "steps": steps, **(run or {})}
+
+
+def last_checkpoint(folder, budget: Budget) -> str | None:
+    """The last complete checkpoint: Trainer writes its state file last.
+
+    Raises:
+        ValueError: it is not of the training that `budget` describes, or a file of it is damaged or missing.
+    """
+    if folder is None:
+        return None
+    found = {path.parent.name.removeprefix("checkpoint-"): path for path in Path(folder).glob("checkpoint-*/" + _STATE)}
+    for step in sorted(filter(str.isdecimal, found), key=int, reverse=True):
+        path = found[step].parent
+        try:
+            state = json.loads(found[step].read_text())
+        except ValueError:  # the end of writing it was interrupted
+            continue
+        callbacks = state.get("stateful_callbacks") if isinstance(state, dict) else None
+        budget.check(callbacks.get(Budget.__name__) if isinstance(callbacks, dict) else None, str(path))
+        _check_files(path)
+        return str(path)
+    return None
+
+
+def _check_files(checkpoint: Path) -> None:
+    """Raises ValueError where a file that training goes on from is damaged or missing. Trainer names none that it
+    cannot read, and goes on without a missing one: with another optimizer, other steps and other random numbers."""
+    weights = [*checkpoint.glob("*.safetensors")]
+    for path in weights or [checkpoint / "model.safetensors"]:
+        if not path.exists():
+            raise ValueError(f"{path} is missing: delete its folder, or give another checkpoint_dir")
+        check_whole(path)
+    rank, processes = os.environ.get("RANK", 0), int(os.environ.get("WORLD_SIZE", 1))
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth" if processes == 1 else f"rng_state_{rank}.pth"):
+        if not zipfile.is_zipfile(checkpoint / name):  # what torch.save writes
+            raise ValueError(
+                f"{checkpoint / name} is damaged or missing: delete its folder, or give another checkpoint_dir"
+            )
 
 
 class HeldOut(TrainerCallback):

@@ -1,13 +1,11 @@
 """One training of a model whose linear layers were unpacked: arguments, optimizer, callbacks and checkpoints of
 transformers' `Trainer`."""
 
-import json
 import os
 import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,7 +17,14 @@ from hf_efficient.compression.recovery.memory import micro_batch
 from hf_efficient.compression.recovery.optimizers import make_optimizer
 from hf_efficient.compression.recovery.options import RecoveryOptions
 from hf_efficient.compression.recovery.plot import plot_training
-from hf_efficient.compression.recovery.progress import PERPLEXITY, Budget, HeldOut, UsedUp, WarmUpQuantization
+from hf_efficient.compression.recovery.progress import (
+    PERPLEXITY,
+    Budget,
+    HeldOut,
+    UsedUp,
+    WarmUpQuantization,
+    last_checkpoint,
+)
 from hf_efficient.compression.recovery.quantized_pages import QuantizedPages, check_attention
 from hf_efficient.compression.recovery.trainer import DistillationTrainer
 from hf_efficient.kernels.attention.products import fast_training
@@ -62,11 +67,11 @@ def train(
     callbacks = [budget, HeldOut(held_out, budget), WarmUpQuantization(budget, options.warm_up), *options.callbacks]
     optimizer = make_optimizer(trained, options.optimizer, options.largest_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, budget.rate)
-    last = _last_checkpoint(options.checkpoint_dir, budget)
+    last = last_checkpoint(options.checkpoint_dir, budget)
     length, pages = max(len(row["input_ids"]) for row in rows), QuantizedPages(options.kv_format)
     if pages.is_active:
         check_attention(trained, "kv_format", options.kv_format)
-    with tempfile.TemporaryDirectory() as scratch, _randomness_kept():
+    with options.alone(), tempfile.TemporaryDirectory() as scratch, _randomness_kept():
         training = trainer(
             trained,
             _arguments(trained, options.checkpoint_dir or scratch, length, options),
@@ -169,22 +174,3 @@ def _randomness_kept() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(arrays)
-
-
-def _last_checkpoint(folder, budget: Budget) -> str | None:
-    """The last complete checkpoint: Trainer writes its state file last.
-
-    Raises:
-        ValueError: it is not of the training that `budget` describes.
-    """
-    if folder is None:
-        return None
-    found = [path.parent for path in Path(folder).glob("checkpoint-*/trainer_state.json")]
-    for path in sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
-        try:
-            state = json.loads((path / "trainer_state.json").read_text())
-        except json.JSONDecodeError:  # the end of writing it was interrupted
-            continue
-        budget.check(state.get("stateful_callbacks", {}).get(Budget.__name__), str(path))
-        return str(path)
-    return None

@@ -14,6 +14,7 @@ from hf_efficient.generation.drafters.draft_heads import DraftHeads
 from hf_efficient.generation.training.rows import Row, save_tensors
 from hf_efficient.generation.training.target_states import hidden_of
 from hf_efficient.observers.hooks import frozen
+from hf_efficient.tensor_files import check_whole
 
 
 DEPTH_DECAY = 0.8  # weight of a guess in the loss, relative to the guess before it
@@ -205,6 +206,7 @@ def _resume(path: Path, heads, optimizers: list, run: str) -> tuple[int, list[fl
     """Sets heads and optimizers to a checkpoint. Returns its number of steps and their last losses, or 0 and none."""
     if not path.exists():
         return 0, []
+    check_whole(path)
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     if metadata["run"] != run:

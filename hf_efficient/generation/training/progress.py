@@ -14,13 +14,17 @@ class Progress:
 
     def __init__(self, folder: Path, run: dict):
         self._path, run = folder / "plan.json", {**run, "prompts": _hash(run["prompts"])}
-        if self._path.exists():
-            self._values = json.loads(self._path.read_text())
-        else:
+        if not self._path.exists():
+            if any(folder.glob("text-*.safetensors")):
+                raise ValueError(f"{folder} holds text and no {self._path.name}: delete it, or give another cache")
             self._values = {}
             self.set("run", run)
-        kept = self._values["run"]
-        other = [name for name in {**kept, **run} if kept.get(name) != run.get(name)]
+        try:
+            self._values = json.loads(self._path.read_text())
+            kept = self._values["run"]
+            other = [name for name in {**kept, **run} if kept.get(name) != run.get(name)]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{self._path} is damaged ({error!r}): delete its folder, or give another cache") from None
         if other:
             raise ValueError(
                 f"{folder} holds the text of another run ({', '.join(other)} differ): delete it, or give another cache"

@@ -16,6 +16,7 @@ from hf_efficient.generation.training.prompts import default_prompts
 from hf_efficient.generation.training.rows import Row, save_tensors
 from hf_efficient.generation.training.target_states import are_kept
 from hf_efficient.observers.hooks import frozen
+from hf_efficient.tensor_files import check_whole
 
 
 MAX_PROMPT_TOKENS = 64  # of a prompt that the model writes itself
@@ -74,6 +75,7 @@ def generate_text(
     """
     path = folder / f"text-{number}.safetensors"
     if path.exists():
+        check_whole(path)
         return path
     given = default_prompts(seed) if prompts is None else prompts
     seed = seed * 1_000_003 + number
