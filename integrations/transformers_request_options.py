@@ -126,13 +126,11 @@ class RequestProcessors(ContinuousBatchingLogitsProcessorList):
             found[do_sample] = list(model._get_logits_processor(config))
         first = sum(type(one) is type(other) for one, other in zip(found[False], found[True]))  # that samples
         self._do_sample = _DoSample(bool(generation_config.do_sample))
-        ours = [
-            self._do_sample,
-            _Temperature(TemperatureLogitsWarper(max(float(config.temperature or 1.0), _COLDEST))),
-            _TopK(TopKLogitsWarper(config.top_k or 1)),
-            _TopP(TopPLogitsWarper(1.0 if config.top_p is None else config.top_p)),
-        ]
-        ours[2].top_k = min(config.top_k or 0, _LARGEST)
+        temperature = _Temperature(TemperatureLogitsWarper(max(float(config.temperature or 1.0), _COLDEST)))
+        top_k = _TopK(TopKLogitsWarper(config.top_k or 1))
+        top_k.top_k = min(config.top_k or 0, _LARGEST)  # 0 is refused by the warper
+        top_p = _TopP(TopPLogitsWarper(1.0 if config.top_p is None else config.top_p))
+        ours = [self._do_sample, temperature, top_k, top_p]
         others = [each for each in found[True][first:] if type(each) not in _WARPERS]
         super().__init__(
             LogitsProcessorList([*found[True][:first], *ours, *others]),
@@ -166,7 +164,8 @@ def is_ours(model) -> bool:
 
 
 def becomes_ours(model, auto_switch_to_flash: bool = True) -> bool:
-    """Whether it is in continuous batching: ours takes the place of "sdpa" where `generate()` reads pages, too."""
+    """Whether the attention of `model` is ours in continuous batching: there ours takes the place of "sdpa" where
+    `generate()` reads pages, too."""
     from hf_efficient.generation.page_attention import can_replace_sdpa
     from hf_efficient.integrations.transformers_generation import SpeculativeGenerationMixin
 
