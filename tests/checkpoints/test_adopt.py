@@ -8,7 +8,7 @@ import torch
 from helpers import assert_close, tiny_model
 from safetensors.torch import load_file, save_file
 from saved_models import logits
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 import hf_efficient
 from hf_efficient.checkpoints.adopt.awq import AWQ
@@ -121,6 +121,20 @@ def test_gptq_whose_patterns_set_groups_that_do_not_divide_the_inputs(tmp_path):
     model = load(tmp_path)
     for name, weight in weights.items():
         assert torch.equal(model.get_submodule(name).dequantized(dtype=HALF), weight)
+
+
+def test_groups_that_name_modules_as_the_checkpoint_does(tmp_path):
+    """Which the headless model calls otherwise."""
+    plain = tiny_model("llama", num_hidden_layers=1)
+    weights = foreign_layouts.write(tmp_path, plain, foreign_layouts.packed, WIDE)
+    saved = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    group = saved["config_groups"].pop("group_0")
+    targets = {"mlp": [name for name in weights if "mlp" in name], "attention": [r"re:model\.layers\.0\.self_attn"]}
+    saved["config_groups"] = {part: {**group, "targets": names} for part, names in targets.items()}
+    foreign_layouts.rewrite_config(tmp_path, quantization_config=saved)
+    model = AutoModel.from_pretrained(tmp_path, dtype="auto")
+    for name, weight in weights.items():
+        assert torch.equal(model.get_submodule(name.removeprefix("model.")).dequantized(dtype=WIDE), weight.to(WIDE))
 
 
 def converted(reader, layout, dtype, rows=48, columns=64, **options):

@@ -137,6 +137,18 @@ def test_model_of_k_quants(tmp_path):
 
 
 @needs_gguf
+def test_loading_gives_no_warning_of_arrays_that_are_read_only(tmp_path, recwarn):
+    write(tmp_path / "tiny.gguf")
+    hf_efficient.adopt("gguf")
+    torch.set_warn_always(True)
+    try:
+        load(tmp_path)
+    finally:
+        torch.set_warn_always(False)
+    assert not [str(warning.message) for warning in recwarn if "not writable" in str(warning.message)]
+
+
+@needs_gguf
 def test_types_without_a_format_are_dequantized(tmp_path, caplog):
     write(tmp_path / "tiny.gguf", {"ffn_down": "IQ4_NL"}, "Q8_0")
     theirs = load(tmp_path)

@@ -80,11 +80,13 @@ class CompressedTensors(Foreign):
     def _kind(group) -> str:
         return "W8A8Config" if group.get("input_activations") else "WeightOnlyConfig"
 
-    def _group(self, name: str) -> dict:
-        """The group whose targets name the linear module `name`: itself, by a pattern or by class, in that order."""
+    def _group(self, stored) -> dict:
+        """The group whose targets name a linear module, as the checkpoint or as the model calls it: itself, by a
+        pattern or by class, in that order."""
+        names = {stored.name} | {place.key.removesuffix(f".{part}") for part, place in stored.places.items()}
         for matches in (
-            lambda target: target == name,
-            lambda target: target.startswith("re:") and self._patterns.matches(target[3:], name),
+            lambda target: target in names,
+            lambda target: target[:3] == "re:" and any(self._patterns.matches(target[3:], name) for name in names),
             lambda target: target == "Linear",
         ):
             for group in self.groups:
@@ -92,13 +94,15 @@ class CompressedTensors(Foreign):
                     return group
         if len(self.groups) == 1:
             return self.groups[0]
-        raise ValueError(f"quantization_config: no target of config_groups names {name}, which is stored quantized")
+        raise ValueError(
+            f"quantization_config: no target of config_groups names {stored.name}, which is stored quantized"
+        )
 
     def holds(self, stored):
         return "weight_packed" in stored or ("weight" in stored and "weight_scale" in stored)
 
     def scheme(self, stored, out_features, in_features, dtype):
-        group = self._group(stored.name)
+        group = self._group(stored)
         weights = group["weights"]
         strategy = text(weights.get("strategy") or _strategy(weights.get("group_size")))
         if self._layout(group) in FP4:

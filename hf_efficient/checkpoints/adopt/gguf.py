@@ -134,7 +134,7 @@ class GgufQuantizer(EfficientQuantizer):
         name, kind = self._names[tensor.name], tensor.tensor_type.name
         weight, _ = self.swapped.weights[name]
         block = {"K": 256}.get(kind[-1], 32)
-        data = torch.from_numpy(np.ascontiguousarray(tensor.data))
+        data = torch.from_numpy(np.array(tensor.data))  # a copy: torch warns of arrays that are read only
         codes, scale, minimum = unpack(kind, data.view(weight.out_features, weight.in_features // block, -1))
         for values in (scale, minimum):
             if values is not None and not values.isfinite().all():
