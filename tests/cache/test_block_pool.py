@@ -142,6 +142,19 @@ def test_rows_of_a_growing_pool_stay_in_one_piece():
     assert pool.capacity <= 4 * (pool.capacity - pool.num_free)
 
 
+def test_rows_of_a_fixed_pool_stay_in_one_piece():
+    """Each has an equal share of the blocks, also one whose prompt runs apart from the others."""
+    pool = BlockPool(4, 8)
+    pool.add_sequences(2)
+    with pool.only([1]):
+        pool.append([4])
+    assert pool.tables == [[], [4]]
+    pool.rewind([0, 0])
+    for _ in range(3):
+        pool.append([4, 4])
+    assert pool.tables == [[0, 1, 2], [4, 5, 6]] and all(pool.is_contiguous)
+
+
 def test_one_long_row_does_not_make_room_for_all():
     pool = BlockPool(8)
     pool.add_sequences(8)
