@@ -33,14 +33,20 @@ class GPTQ(Foreign):
 
     def __init__(self, saved):
         super().__init__(saved)
-        layout = saved.get("checkpoint_format") or saved.get("format") or "gptq"
+        layouts = {field: text(saved[field]) for field in ("checkpoint_format", "format") if saved.get(field)}
         self.dynamic = typed("dynamic", saved.get("dynamic"), (dict, type(None)), "an object or null") or {}
         self._patterns = TargetPatterns("dynamic")
         for where, fields in (("", saved), *((f"dynamic[{pattern!r}].", own) for pattern, own in self.dynamic.items())):
             typed(where[:-1], fields, (dict,), "an object")
-            typed(f"{where}group_size", fields.get("group_size"), (int, type(None)), "an integer or null")
+            for field in ("bits", "group_size"):
+                typed(f"{where}{field}", fields.get(field), (int, type(None)), "an integer or null")
             typed(f"{where}desc_act", fields.get("desc_act", False), (bool,), "true or false")
-        self.less_one = one_of("checkpoint_format", layout, ("gptq", "gptq_v2")) == "gptq"
+        for field, layout in layouts.items():
+            one_of(field, layout, ("gptq", "gptq_v2"))
+        if len({*layouts.values()}) > 1:
+            raise ValueError(f"quantization_config: {layouts} name two layouts of zero points, expected the same")
+        self.less_one = "gptq_v2" not in layouts.values()
+        one_of("is_marlin_format", saved.get("is_marlin_format") or False, (False,))
         one_of("rotation", saved.get("rotation") or None, (None,))  # of inputs, in each forward
 
     def _has_reversed_ones(self) -> bool:
