@@ -1,6 +1,6 @@
 """HQQ, half-quadratic quantization (https://mobiusml.github.io/hqq_blog): data-free. The scale covers the range of a
 group, and its zero point is chosen to lower sum |w - q|^p with p = 0.7, which weighs outliers less than least squares
-does.
+does. The range includes 0, but for groups of one sign in formats with zero_point="float", where it need not.
 
 Each round splits a sparse part off the error by generalized soft thresholding, and takes the least-squares zero point
 for the rest. Formats with zero_point="float" store it as it is, as in the paper. For others the two integers around it
@@ -37,6 +37,8 @@ def quantize(weight: torch.Tensor, format: AffineFormat, inputs=None) -> dict[st
 def half_quadratic_grid(weight: torch.Tensor, format: AffineFormat) -> Grid:
     """For each group of weight [N, K], the scale that covers it and the zero point of least sum |w - q|^p found."""
     search = GridSearch(weight, format, None, _POWER)
+    if search.float_zero:
+        search.offer(*_without_zero(search))
     counted = torch.ones_like(search.values) if search.importance is None else search.importance  # 0 for padding
     scale, zero = (part.float().reshape(-1) for part in search.best())
     beta = _BETA
@@ -55,3 +57,12 @@ def half_quadratic_grid(weight: torch.Tensor, format: AffineFormat) -> Grid:
         for each in candidates:
             search.offer(search.scale, each.view(search.zero.shape))
     return search.best()
+
+
+def _without_zero(search: GridSearch) -> Grid:
+    """The grid from the smallest to the largest weight of groups of one sign, for others the best so far."""
+    low, high = search.values.amin(0), search.values.amax(0)
+    is_of_one_sign = ((low > 0) | (high < 0)).view(search.scale.shape)
+    scale = search.as_stored((high - low) / search.levels)
+    zero = (-low.view(scale.shape) / scale.float()).to(search.dtype).float()
+    return torch.where(is_of_one_sign, scale, search.scale), torch.where(is_of_one_sign, zero, search.zero)

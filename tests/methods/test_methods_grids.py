@@ -115,6 +115,14 @@ def test_rotated_weights_need_no_hessian(method):
     assert_close(found["scale"], expected["scale"], 1e-3, 1e-2, "all columns weigh the same, up to rounding")
 
 
+@pytest.mark.parametrize("side", [1, -1])
+def test_hqq_spends_no_codes_between_zero_and_weights_of_one_sign(side):
+    """A float zero point need not be a code: the error is that of the same weights around 0."""
+    format, middle = AffineFormat(4, 32, False, zero_point="float"), random_weight(16, 64).clamp(-2, 2)
+    errors = [change(hqq, weight, format).abs().mean() for weight in (middle, middle + 6 * side)]
+    assert errors[1] < 1.05 * errors[0]
+
+
 def test_hqq_in_8_bits_has_zero_points_unless_asked_otherwise():
     overrides = WeightOnlyConfig(method="hqq", overrides={"*down_proj": {"bits": 8}})
     for config in (WeightOnlyConfig(method="hqq", bits=8), overrides.for_module("mlp.down_proj")):
