@@ -66,7 +66,7 @@ class BlockFiles:
         rename = key_renamer(model, load_config.weight_mapping, dict.fromkeys(model.state_dict(), True))
         self._keys: dict[str, list[str]] = {name: [] for name in (OUTSIDE, *self.blocks)}
         for key in self.stored:
-            self._keys[self.part_of(rename(key))].append(key)
+            self._keys[self.part_of(rename(key)[0])].append(key)
         self._on_meta: dict[str, dict[str, torch.Tensor]] = {}  # part that is loaded -> its tensors before
         self._missing: set[str] = set()
         self._conversions = None

@@ -326,13 +326,13 @@ def conversions_of(model) -> list:
     return get_model_conversion_mapping(model)
 
 
-def key_renamer(model, conversions: Iterable, known: dict, joins: bool = True) -> Callable[[str], str]:
-    """A function: key in a checkpoint -> name in the model.
+def key_renamer(model, conversions: Iterable, known: dict, joins: bool = True) -> Callable[[str], list[str]]:
+    """A function: key in a checkpoint -> names in the model, several of a tensor that is split.
 
     Args:
         conversions: `conversions_of(model)`.
         known: has the names in the model as keys.
-        joins: whether a key whose tensor is joined with others gets the name of what they become.
+        joins: whether a key whose tensor is joined with others, or split, gets the names of what it becomes.
     """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -340,12 +340,13 @@ def key_renamer(model, conversions: Iterable, known: dict, joins: bool = True) -
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
 
-    def rename(key: str) -> str:
+    def rename(key: str) -> list[str]:
         name, _ = rename_source_key(key, renamings, [], base, known)
         if joins and name not in known:
-            joined, pattern = rename_source_key(key, renamings, converters, base, known)
-            name = joined if pattern is not None else name
-        return name
+            first, pattern = rename_source_key(key, renamings, converters, base, known)
+            by = next((c.target_patterns for c in converters if pattern in c.source_patterns), [])
+            return [first.replace(by[0], target, 1) for target in by if by[0] in first] or [first]
+        return [name]
 
     return rename
 

@@ -94,9 +94,8 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
     def stands_for(self, name: str) -> tuple[str, ...]:
         """Names of the weights that the tensor `name` of a checkpoint becomes: two where the output embedding was tied
         and is compressed apart, another one where its weight is tied to that of a compressed embedding."""
-        tied_head = self.swapped.tied_head
-        if tied_head is not None and name == tied_head[0]:
-            return tied_head
+        if name in self.swapped.untied:
+            return name, self.swapped.untied[name]
         return (self.swapped.tied_to_embedding.get(name, name),)
 
     def on_arrival(self, name: str) -> bool:
@@ -170,7 +169,7 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
                 if self._state_before is not None:
                     self._conversions = [f"{type(c)} {weight_conversions.patterns(c)}" for c in conversions]
                 return conversions
-            return conversions + [weight_conversions.dequantizer(self, leaf) for leaf in leaves]
+            return conversions + [weight_conversions.dequantizer(self, model, leaf) for leaf in leaves]
         if not self._uses_device_map:
             return conversions
         # a weight that goes to disk is written there again only if a converter made it

@@ -101,10 +101,14 @@ class QuantizeOnArrival(OnArrival):
         return out
 
 
-def dequantizer(quantizer, leaf: str) -> WeightConverter:
-    """Collects the tensors that stand for a weight called `leaf` and makes the weight of them."""
+def dequantizer(quantizer, model, leaf: str) -> WeightConverter:
+    """Collects the tensors that stand for a weight called `leaf` and makes the weight of them. A parameter of the dense
+    `model` that is called as one of them (`router.scale` of Gemma 4) is none."""
     prefix = "" if leaf == "weight" else leaf + "_"
-    sources = [rf"\.{name}" for name in (leaf, *(prefix + part for part in quantizer.parts()))]
+    parts = [prefix + part for part in quantizer.parts()]
+    owners = {name.split(".")[-2] for name in model.state_dict() if "." in name and name.rpartition(".")[2] in parts}
+    others = "".join(rf"(?<!\.{owner})(?<!^{owner})" for owner in sorted(owners))
+    sources = [rf"\.{leaf}", *(rf"{others}\.{part}" for part in parts)]
     return converter(sources, f".{leaf}", _DequantizeOnArrival(quantizer))
 
 

@@ -78,11 +78,10 @@ def read_headers(files) -> tuple[dict[str, Place], dict[str, dict[str, str]]]:
 
 def by_model_name(places: dict[str, Place], model, conversions, more_names=()) -> dict[str, Place]:
     """Full name in `model` (on any device), or one of `more_names`, -> the place of its tensor. Where several tensors
-    are joined, one of them stands for all. Other keys keep their names."""
+    are joined, one of them stands for all; one that is split stands for each part. Other keys keep their names."""
     known = dict.fromkeys((*model.state_dict(), *more_names), True)
     rename, found = key_renamer(model, conversions, known), {}
-    for key, place in places.items():
-        name = rename(key)
+    for name, place in ((name, place) for key, place in places.items() for name in rename(key)):
         if place.dtype in FLOATS and found.get(name, place).dtype not in FLOATS:
             continue  # of several that are joined, one that is no ordinary weight shows
         found[name] = place

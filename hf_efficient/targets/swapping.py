@@ -22,13 +22,13 @@ class Swapped:
     Args:
         weights: full name of a weight -> (how it is compressed, whether the original is transposed).
         calibrated: full name of a module that is compressed after loading -> its config.
-        tied_head: (name of the input embedding's weight, name of the output embedding's) that `swap` untied, or None.
+        untied: name of a parameter -> that of one of the output embedding that was tied to it, and is so no more.
         tied_to_embedding: name of a weight that is tied to a compressed embedding's -> the name of that.
     """
 
     weights: dict[str, tuple[CompressedWeight, bool]] = field(default_factory=dict)
     calibrated: dict[str, CompressionConfig] = field(default_factory=dict)
-    tied_head: tuple[str, str] | None = None
+    untied: dict[str, str] = field(default_factory=dict)
     tied_to_embedding: dict[str, str] = field(default_factory=dict)
 
 
@@ -41,10 +41,10 @@ def swap(model, config: CompressionConfig, pre_quantized: bool, files, own_files
     Raises:
         ValueError: nothing is compressed, or the config does not fit the model; names what does not.
     """
-    kept, tied_head = output_head.prepare(model, config, pre_quantized)
+    kept, untied = output_head.prepare(model, config, pre_quantized)
     chooser = TargetChooser(model, config, pre_quantized, kept, files, own_files)
     targets, embedding = chooser.targets(), chooser.embedding
-    swapped = Swapped(tied_head=tied_head)
+    swapped = Swapped(untied=untied)
     for name, module, own in targets:
         if embedding is not None and name == embedding.name:
             swapped.tied_to_embedding = embedding.tied_weights

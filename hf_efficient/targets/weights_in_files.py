@@ -36,7 +36,7 @@ def weights_in_files(files, model, names: list[str]) -> WeightsInFiles | None:
     known = {**dict.fromkeys(model.state_dict(), True), **codes, **{name: name for name in names}}
     rename, held = key_renamer(model, conversions_of(model), known, joins=False), WeightsInFiles()
     for key, place in read_headers(files)[0].items():
-        renamed = rename(key)
+        (renamed,) = rename(key)
         name = known.get(renamed)
         if not isinstance(name, str):
             continue
