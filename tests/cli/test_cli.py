@@ -22,14 +22,19 @@ from hf_efficient.formats.sparse24 import Sparse24Format
         (["--config", '{"bits": 5}'], "bits=5"),
         (["--config", "int4", "--text", "no/such/file"], "--text no/such/file: there is no such file"),
         (["--config", "int4", "--prompts", "no/such/file"], "--prompts no/such/file: there is no such file"),
-        (["--config", "int4", "--windows", "1"], "--windows 1 is too small: at least 2"),
-        (["--config", "int4", "--new-tokens", "1"], "--new-tokens 1 is too small: at least 2"),
         (["--config", "int4", "--output", __file__], "is a file; give a folder"),
     ],
 )
 def test_bad_arguments_are_named_before_work_starts(arguments, message, saved_llama, capsys):
     assert main(["run", "--model", str(saved_llama), *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--windows", "--new-tokens"])
+def test_counts_that_are_too_small_are_bad_usage(option, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", "--model", "nowhere", "--config", "int4", option, "1"])
+    assert f"argument {option}: 1 is too small: at least 2" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_model_is_named(tmp_path, capsys):
