@@ -93,13 +93,24 @@ def test_an_interrupted_plot_leaves_the_earlier_result(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--batch", "0", "at least 1"),
+        ("--new-tokens", "1", "at least 2"),
+        ("--prompt-tokens", "0", "at least 1"),
+        ("--repeats", "0", "at least 1"),
+        ("--latency-bound", "-1", "a number above 0"),
+    ],
+)
+def test_numbers_that_are_too_small_are_bad_usage(option, value, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "nowhere", option, value])
+    assert f"argument {option}: {value} is too small: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--batch", "0"], "--batch 0 is too small: at least 1"),
-        (["--new-tokens", "1"], "--new-tokens 1 is too small: at least 2"),
-        (["--prompt-tokens", "0"], "--prompt-tokens 0 is too small"),
-        (["--repeats", "0"], "--repeats 0 is too small"),
-        (["--latency-bound", "-1"], "--latency-bound -1.0: must be a positive number"),
         (["--config", "int3"], "neither one of ['none', 'int8', 'int4'], nor a JSON file"),
         (["--config", "[1]"], "expected a JSON object"),
         (["--config", '{"quant_method": "awq"}'], "quant_method='awq' is not supported"),
