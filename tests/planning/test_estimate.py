@@ -373,5 +373,6 @@ def test_the_command_prints_a_table_or_json(tiny_folder, capsys):
     printed = capsys.readouterr().out
     assert "|  | none | int8 activations |" in printed and f"{plain['weight_bytes'] / 1e6:,.1f}" in printed
     assert "roofline of l4" in printed and "none was measured" in printed
-    assert main(["estimate", str(tiny_folder), "--batch", "0"]) == 1
-    assert "--batch 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["estimate", str(tiny_folder), "--batch", "0"])
+    assert "argument --batch: 0 is too small" in capsys.readouterr().err
