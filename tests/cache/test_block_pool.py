@@ -171,3 +171,27 @@ def test_too_small_a_pool_says_how_many_blocks_are_needed():
     assert pool.lengths == [16, 16] and pool.num_free == 2
     pool.append([16, 16])
     assert pool.num_free == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"capacity": 9}, "9 blocks in a pool of 8"),
+        ({"tables": [[0], [4, 4]]}, "sequence 1 has 6 tokens and the blocks"),
+        ({"lengths": [4, 9]}, "sequence 1 has 9 tokens and the blocks"),
+        ({"tables": [[8], [4, 5]]}, "sequence 0 has block 8, and there are the blocks 0 to 7"),
+        ({"dropped": [0]}, "tokens dropped, of 2 sequences"),
+        ({"dropped": [0, 2]}, "tokens dropped, of 2 sequences in blocks of 4"),
+    ],
+)
+def test_a_snapshot_is_restored_and_an_altered_one_refused(changed, message):
+    pool, other = BlockPool(4, 8), BlockPool(4, 8)
+    pool.add_sequences(2)
+    pool.append([4, 6])
+    for _ in range(2):  # what was told of the tables before counts no longer
+        other.restore(pool.snapshot())
+        assert len(other.table_changes()) == 3
+    assert other.snapshot() == pool.snapshot() and other.ref_count == pool.ref_count
+    with pytest.raises(ValueError, match=message):
+        other.restore({**pool.snapshot(), **changed})
+    assert other.snapshot() == pool.snapshot()
