@@ -94,6 +94,14 @@ def test_options(kind, label, calls, nan_poison):
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize("softcap", [0, 0.5])
+def test_scores_far_beyond_the_range_of_exponentials(softcap, calls, nan_poison):
+    """Weights below the smallest float32, and scores a thousand times their cap."""
+    cache = TypedCache(LENGTHS, 16, None, torch.float32, spare=3)
+    compare(cache, 1000 * torch.randn(len(LENGTHS), 3, 4, 32), FLOAT32, causal=True, softcap=softcap)
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("size", [8, 48, 64, 256])
 @pytest.mark.parametrize("kind", [None, torch.float8_e4m3fn, 2])
 def test_page_sizes(kind, size, calls, nan_poison):

@@ -26,14 +26,34 @@ struct alignas(64) TileConfig {
     uint8_t rows[16] = {};
 };
 
-// Tiles 0 to 3 are sums, 4 and 5 rows of x, 6 and 7 blocks of W.
-static INLINE void configure_tiles(int64_t first_rows, int64_t second_rows) {
-    TileConfig config;
-    for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = AMX_TERMS;
-    config.rows[0] = config.rows[1] = config.rows[4] = first_rows;
-    config.rows[2] = config.rows[3] = config.rows[5] = second_rows;
-    _tile_loadconfig(&config);
-}
+// Tiles 0 to 3 are sums, 4 and 5 rows of x, 6 and 7 blocks of W. A thread's tiles are configured while one or more of
+// these live: to configure and release them takes as long as some products, so one that lives longer saves it.
+class Tiles {
+    static inline thread_local int64_t users = 0, first = 0, second = 0;
+
+  public:
+    Tiles() { users++; }
+    Tiles(const Tiles &) = delete;
+    ~Tiles() {
+        if (--users || !first) return;
+        _tile_release();
+        first = 0;
+    }
+    // first_rows, second_rows: 1 to AMX_ROWS, of x, in tiles 4 and 5
+    INLINE void configure(int64_t first_rows, int64_t second_rows) {
+        if (first_rows == first && second_rows == second) return;
+        first = first_rows, second = second_rows;
+        TileConfig config;
+        for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = AMX_TERMS;
+        config.rows[0] = config.rows[1] = config.rows[4] = first_rows;
+        config.rows[2] = config.rows[3] = config.rows[5] = second_rows;
+        _tile_loadconfig(&config);
+    }
+    // for up to 2 * AMX_ROWS rows of x
+    INLINE void configure(int64_t rows) {
+        configure(std::min<int64_t>(rows, AMX_ROWS), rows > AMX_ROWS ? rows - AMX_ROWS : rows);
+    }
+};
 
 // Blocks of W, or of what stands in its place: 16 columns each, in chunks of 64 bytes of a row of x.
 struct AmxBlocks {
@@ -119,11 +139,6 @@ static INLINE void amx_blocks(const char *x, int64_t ld, const AmxBlocks &w, int
     if (b < blocks) amx_product<BYTES, ROW_TILES, 1>(x, ld, w, tile, chunks, begin, sums + 64 * b, ld_sums, ahead);
 }
 
-// Tiles for up to 2 * AMX_ROWS rows of x
-static INLINE void configure_rows(int64_t rows) {
-    configure_tiles(std::min<int64_t>(rows, AMX_ROWS), rows > AMX_ROWS ? rows - AMX_ROWS : rows);
-}
-
 // `amx_blocks` for as many rows as tiles are configured for.
 template <bool BYTES, class Ahead>
 static INLINE void amx_rows_at_once(int64_t blocks, int64_t rows, const void *x, int64_t ld, const AmxBlocks &w,
@@ -142,15 +157,18 @@ static void amx_rows(int64_t blocks, int64_t rows, const void *x, int64_t ld, co
                      bool begin, void *sums, int64_t ld_sums) {
     constexpr int64_t BOTH = 2 * AMX_ROWS;
     NothingAhead ahead;
+    Tiles configured;
     for (int64_t row = 0; row < rows; row += BOTH) {
         const int64_t count = std::min(BOTH, rows - row);
-        if (row == 0 || count < BOTH) configure_rows(count);
+        configured.configure(count);
         amx_rows_at_once<BYTES>(blocks, count, (const char *)x + row * ld, ld, w, chunks, begin,
                                 (char *)sums + row * ld_sums, ld_sums, ahead);
     }
-    _tile_release();
 }
 #define AMX 1
 #else
+struct Tiles {
+    Tiles() {}
+};
 #define AMX 0
 #endif

@@ -70,10 +70,11 @@ static void dense_amx_few(const uint16_t *x, const DensePanels &panels, int64_t 
     });
     const AmxBlocks blocks = {all, 64, 64 * AMX_TERMS, 64 * pairs};
     parallel_by_claims(panels.count, [&](Claims &claims) {
+        Tiles configured;
         for (int64_t unit = 0, end = 0; unit < end || claims.take(unit, end); unit++) {
             const auto panel = panels.get(unit, width);
             AmxAhead ahead = panel.ahead(ceil_div(groups, 2), chunks);
-            configure_rows(panel.columns);
+            configured.configure(panel.columns);
             for (int64_t group = 0; group < groups; group += 2) {
                 const int64_t both = std::min<int64_t>(2, groups - group), row = group * LANES;
                 Words sums[AMX_COLUMNS][2];  // of a row of the weight and 16 rows of x
@@ -83,7 +84,6 @@ static void dense_amx_few(const uint16_t *x, const DensePanels &panels, int64_t 
                 for (int64_t b = 0; b < both; b++)
                     store_transposed(panel.out, sums[0] + b, 2, panel.columns, panel.column, row + b * LANES, rows);
             }
-            _tile_release();
         }
     });
 }
@@ -96,6 +96,7 @@ static void dense_amx_many(const uint16_t *x, const DensePanels &panels, int64_t
     parallel_by_claims(panels.count * ceil_div(rows, at_once), [&](Claims &claims) {
         static thread_local Buffer buffer;
         Floats *const tiles = buffer.get<Floats>(2 * pairs);
+        Tiles configured;
         for (int64_t unit = 0, end = 0; unit < end || claims.take(unit, end); unit++) {
             const auto panel = panels.get(unit % panels.count, width);
             const int64_t first = unit / panels.count * at_once, last = std::min(first + at_once, rows);
@@ -105,7 +106,7 @@ static void dense_amx_many(const uint16_t *x, const DensePanels &panels, int64_t
             AmxAhead ahead = panel.ahead(ceil_div(last - first, BOTH), chunks);
             for (int64_t row = first; row < last; row += BOTH) {
                 const int64_t count = std::min(BOTH, last - row);
-                if (row == first || count < BOTH) configure_rows(count);
+                configured.configure(count);
                 Floats sums[BOTH][2];  // of a row of x and 16 columns
                 ahead.write = panel.at(row), ahead.rows = count;
                 amx_rows_at_once<false>(blocks, count, x + row * width, 2 * width,
@@ -115,7 +116,6 @@ static void dense_amx_many(const uint16_t *x, const DensePanels &panels, int64_t
                     for (int64_t b = 0; b < blocks; b++)
                         panel.out.store(row + i, panel.column + b * LANES, sums[i][b]);
             }
-            _tile_release();
         }
     });
 }

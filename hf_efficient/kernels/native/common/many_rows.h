@@ -25,6 +25,7 @@ template <class W> static void many(const W &w, const TileTerm *x, int64_t ld, i
     const int64_t steps_at_once = std::min<int64_t>(w.steps, TILE_COLUMNS / w.COLUMNS);
     parallel_by_claims(tiles * units, [&](Claims &claims) {
         static thread_local Buffer weights, outputs;
+        const Tiles configured;
         Floats *tile = weights.get<Floats>(steps_at_once * (w.COLUMNS / NUMBERS) * TILE_BLOCKS);
         Floats(*sums)[TILE_BLOCKS] = (Floats(*)[TILE_BLOCKS])outputs.get<Floats>(unit_rows * TILE_BLOCKS);
         int64_t held = -1;

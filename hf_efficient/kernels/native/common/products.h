@@ -2,6 +2,7 @@
 // padded to whole steps.
 
 #pragma once
+#include "amx.h"
 #include "layout.h"
 #include "vectors.h"
 
@@ -24,6 +25,7 @@ static INLINE void for_blocks(const W *w, int count, int step, F body, bool wide
         side_by_side &= w[i].blocks == w->blocks;
     }
     auto some = [&](int64_t unit, int64_t end) {
+        const Tiles configured;
         for (; side_by_side && unit < end; unit++) body(unit % count, unit / count * step);
         for (int i = 0; unit < end; unit++) {
             while (unit >= first[i + 1]) i++;

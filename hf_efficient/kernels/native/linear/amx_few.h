@@ -36,7 +36,8 @@ static void amx_few_rows(const Matrix &w, int64_t block, const AmxSegment *segme
     Floats(*const sums)[BLOCKS] = (Floats(*)[BLOCKS])results.get<Floats>(3 * SUMS * BLOCKS);
     Floats(*const totals)[BLOCKS] = sums + 2 * SUMS;
     const bool correct = w.has_offsets();
-    configure_tiles(std::min<int64_t>(rows, AMX_ROWS), std::max<int64_t>(rows - AMX_ROWS, 1));
+    Tiles configured;
+    configured.configure(std::min<int64_t>(rows, AMX_ROWS), std::max<int64_t>(rows - AMX_ROWS, 1));
     for (int64_t m = 0; m < rows; m++)
         for (int b = 0; b < BLOCKS; b++) totals[m][b] = Floats{};
 
@@ -80,7 +81,6 @@ static void amx_few_rows(const Matrix &w, int64_t block, const AmxSegment *segme
         if (segment > 0 && segment <= count) multiply(segment - 1);
         if (segment > 1) add(segment - 2);
     }
-    _tile_release();
     for (int64_t m = 0; m < rows; m++)
         for (int b = 0; b < BLOCKS; b++) out.store(m, (block + b) * LANES, totals[m][b]);
 }

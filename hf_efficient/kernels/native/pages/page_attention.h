@@ -143,6 +143,7 @@ static void attend_span(const Span &span, int64_t first_head, int64_t heads, Pre
     Floats *const totals = buffers[7].get<Floats>(heads * rows);
 
     const Queries<A> queries(call, span.sequence, first_head, heads);
+    const Tiles configured;
     for (int64_t h = 0; h < heads; h++) {
         for (int64_t m = 0; m < rows; m++) results[h].softmax[m] = Softmax();
         std::fill_n((Floats *)results[h].sums, channels.count * rows * TILE_BLOCKS, Floats{});
