@@ -38,9 +38,8 @@ class TrellisFormat(Format):
 
     def scale(self, weight: torch.Tensor) -> torch.Tensor:
         """The scales of weight [N, K], of the weight's dtype, for which its numbers are as large as the values."""
-        largest = (
-            weight.abs().amax(1, keepdim=True).float()
-        )  # a square of the weight itself may be too small for a float
+        # a square of the weight itself may be too small for a float
+        largest = weight.abs().amax(1, keepdim=True).float()
         mean_square = (weight.float() / torch.where(largest > 0, largest, 1)).square().mean(1, keepdim=True)
         return (largest * mean_square.sqrt() / _SPREAD[self.bits]).to(weight.dtype)
 

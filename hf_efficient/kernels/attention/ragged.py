@@ -100,8 +100,8 @@ def _native_call(
     return native_cpu._RaggedCall(native, starts.data_ptr(), tokens), alive
 
 
-def _cpu(q, k, v, *args):
-    starts, tree = args[4], args[-1]
+def _cpu(q, k, v, k_cache, v_cache, k_scale, v_scale, starts, *args):
+    *_, tree = args
     if (places := starts.tolist()) != sorted(places) or places[0] < 0:
         raise ValueError(f"query_starts={places}: must begin at 0 or later and never decrease")
     if tree is not None and int(starts.diff().max()) > 64:
@@ -111,7 +111,7 @@ def _cpu(q, k, v, *args):
         )
     q, k, v = (x.contiguous() for x in (q, k, v))
     out = q.new_empty(*q.shape[:2], v.shape[-1])
-    native = _native_call(out, q, k, v, *args)
+    native = _native_call(out, q, k, v, k_cache, v_cache, k_scale, v_scale, starts, *args)
     torch.get_num_threads()  # gives a new Python thread torch's number of threads
     if native is None or not native_cpu.kernel(q.dtype, "hf_attend_ragged")(ctypes.addressof(native[0])):
         raise RuntimeError("attend_ragged: lengths beyond the pages, or tensors that the kernels do not take")
