@@ -123,10 +123,10 @@ def test_weights_of_other_shapes_are_not_pointed_to():
     numbers = [torch.randn(shape).bfloat16() for shape in ((2, 64), (48,), (48, 64), (47, 64))]
     x, limit, right, short = numbers
     arguments = [None, None, None, torch.full_like(limit, -1), None, right, None, None, None, right, None, "relu"]
-    assert contextual_mlp.describe(torch.empty_like(x), x, *arguments) is not None
+    assert contextual_mlp.native_call(torch.empty_like(x), x, *arguments) is not None
     for place in (5, 9):
         wrong = [*arguments[:place], short, *arguments[place + 1 :]]
-        assert contextual_mlp.describe(torch.empty_like(x), x, *wrong) is None
+        assert contextual_mlp.native_call(torch.empty_like(x), x, *wrong) is None
         with pytest.raises((RuntimeError, IndexError)):
             torch.ops.hf_efficient.contextual_mlp(x, *wrong)
 
