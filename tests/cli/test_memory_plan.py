@@ -21,7 +21,7 @@ def unloaded(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--batch", "20000000000"], "do not fit: the tokens alone 1536000.00 GB"),
+        (["--batch", "2000000000"], "do not fit: the tokens alone 3072.00 GB"),
         (["--batch", "10000"], "10000 sequences of 128 + 64 tokens do not fit: weights 0.00 GB, cache "),
         (["--batch", "10000", "--config", "int4", "--kv-format", "int8"], "Lower --prompt-tokens, --new-tokens or"),
         (["--prompt-tokens", "449"], "a prompt of 449 tokens and 64 new ones: the model takes at most 512"),
