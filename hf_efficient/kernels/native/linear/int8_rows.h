@@ -137,20 +137,20 @@ static OutlierColumn *round_rows(const Matrix &w, const uint16_t *x, int rows, c
     alignas(64) int8_t bytes[LANES][SPAN];
     for_each([&](int i) __attribute__((always_inline)) {
         const Ints zero = Ints{} + alone[i];
-        Ints total = {};
+        Words total = {};
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) {
             const Floats values = load(i, v);
             const Ints rounded = nearest(values * factors[i]) & ~(key(values, v) == zero);
             *(Bytes *)(bytes[i] + LANES * v) = to_bytes(rounded + plus);
-            total += rounded;
+            total += (Words)rounded;  // which wraps where numbers and their scale are NaN
         }
-        totals[i] = (Words)total;
+        totals[i] = total;
     });
     transpose(totals);
-    Ints all = {};
-    for (int i = 0; i < LANES; i++) all += (Ints)totals[i];
-    store_some(sums, present, to_floats(all));
+    Words all = {};
+    for (int i = 0; i < LANES; i++) all += totals[i];
+    store_some(sums, present, to_floats((Ints)all));
     OutlierColumn *begin = outlier;
     for_each([&](int i) __attribute__((always_inline)) {
         const Segment &of = segments[i / TOGETHER];
