@@ -14,7 +14,7 @@ import requests
 import torch
 from helpers import byte_level_tokenizer, needs_transformers, tiny_model
 from test_serving import ask, free_port, needs_serving
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig
 
 from hf_efficient import WeightOnlyConfig
 from hf_efficient.generation.replay.captured_step import CapturedStep
@@ -380,7 +380,8 @@ def test_models_with_other_attention_stay_transformers(folder):
     from transformers.cli.serving import utils
 
     model, seen = tiny_model("llama", eos_token_id=2), []
-    manager = utils.CBGenerateManager()
+    # by default transformers' pages take most of the memory that is free
+    manager = utils.CBGenerateManager(ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=64))
     manager.init_cb(model, model.generation_config)
     try:
         assert not manager._cb.continuous_batching_config.per_request_processors

@@ -141,7 +141,7 @@ def _compiled(name: str, definitions: dict[str, int]) -> ctypes.CDLL:
         return ctypes.CDLL(str(library))
     except OSError as reason:  # a damaged file, or one of a system with another C library
         logger.warning(f"{library} cannot be loaded and is compiled anew: {reason}")
-        library.unlink()
+        library.unlink(missing_ok=True)  # another process may have been faster
         return ctypes.CDLL(str(build(name, command, **definitions)))
 
 
